@@ -23,6 +23,7 @@ void bind_fids(nanobind::module_& m);
 void bind_cells(nanobind::module_& m);
 void bind_examples(nanobind::module_& m);
 void bind_csv(nanobind::module_& m);
+void bind_json(nanobind::module_& m);
 void bind_row_gather(nanobind::module_& m);
 void bind_cuda_driver(nanobind::module_& m);
 

@@ -84,6 +84,19 @@ void bind_csv(nb::module_& m) {
         "(its end, its fields); None if the buffer, which `last` calls the file's end, has none. "
         "ValueError if it is no record.");
 
+  m.def(
+      "find_csv_chunk_end",
+      [](const CsvDialect& dialect, nb::handle buffer, bool last, std::size_t chunk_bytes) {
+        const BorrowedBytes bytes(buffer);
+        GilReleased unlocked;
+        const ChunkEnd end = find_csv_chunk_end(dialect, text(bytes), last, chunk_bytes);
+        return std::pair(end.whole, end.next);
+      },
+      "dialect"_a, "buffer"_a, "last"_a, "chunk_bytes"_a,
+      "(whole, end) of the chunk of records that begin in the first `chunk_bytes`, at least one. If not "
+      "whole: drop "
+      "`end` bytes, and show the rest again with more. `last`: the file ends there.");
+
   nb::class_<CsvSniffer>(m, "CsvSniffer", "Finds the narrowest types that fit the first records.")
       .def(nb::init<CsvDialect, std::size_t, std::size_t>(), "dialect"_a, "fields"_a, "rows"_a,
            "Counts records with this number of fields, up to `rows` of them.")

@@ -20,6 +20,7 @@ NB_MODULE(_core, m) {
   monolith::bind_cells(m);
   monolith::bind_examples(m);
   monolith::bind_csv(m);
+  monolith::bind_json(m);
   monolith::bind_row_gather(m);
   monolith::bind_cuda_driver(m);
 }

@@ -45,24 +45,6 @@ Wrong add_field(ParsedColumn& column, std::string_view field, std::optional<char
   return wrong;
 }
 
-void close_row(ParsedColumn& column) {
-  const std::size_t values = column.type == ColumnType::kInt64   ? column.ints.size()
-                             : column.type == ColumnType::kFloat ? column.floats.size()
-                                                                 : column.inner.size() - 1;
-  column.splits.push_back(static_cast<std::int64_t>(values));
-}
-
-// Takes back the values of a row that is not closed yet.
-void drop_row(ParsedColumn& column) {
-  const auto values = static_cast<std::size_t>(column.splits.back());
-  if (column.type == ColumnType::kInt64) column.ints.resize(values);
-  if (column.type == ColumnType::kFloat) column.floats.resize(values);
-  if (column.type == ColumnType::kBytes) {
-    column.inner.resize(values + 1);
-    column.bytes.resize(static_cast<std::size_t>(column.inner.back()));
-  }
-}
-
 }  // namespace
 
 CsvDialect::CsvDialect(char delimiter, std::optional<char> separator, std::size_t record_bytes)
@@ -199,14 +181,22 @@ CsvParser::CsvParser(CsvDialect dialect, std::size_t fields, std::vector<CsvColu
       throw std::invalid_argument("csv: positions of columns must rise, and be less than the fields");
 }
 
+ChunkEnd find_csv_chunk_end(const CsvDialect& dialect, std::string_view bytes, bool last,
+                            std::size_t chunk_bytes) {
+  CsvScanner scanner(bytes, last, dialect.record_bytes);
+  std::size_t end = 0;  // of the last record
+  while (scanner.next()) {
+    if (scanner.begin() >= chunk_bytes && end > 0) return {true, scanner.begin()};
+    end = scanner.place();
+  }
+  if (last) return {true, end};
+  if (end > 0 && scanner.place() >= chunk_bytes) return {true, scanner.place()};
+  return {false, end > 0 ? 0 : scanner.place()};
+}
+
 ParsedCsv CsvParser::parse(std::string_view bytes, bool last, std::size_t chunk_bytes) const {
   ParsedCsv parsed;
-  for (const CsvColumn& column : columns_) {
-    ParsedColumn& made = parsed.columns.emplace_back();
-    made.type = column.type;
-    made.splits.push_back(0);
-    if (column.type == ColumnType::kBytes) made.inner.push_back(0);
-  }
+  for (const CsvColumn& column : columns_) parsed.columns.push_back(ParsedColumn::without_rows(column.type));
   CsvScanner scanner(bytes, last, dialect_.record_bytes);
   CsvFields fields(dialect_.delimiter);
   const auto any = [&] { return parsed.records > 0 || !parsed.bad.empty(); };
@@ -240,10 +230,10 @@ ParsedCsv CsvParser::parse(std::string_view bytes, bool last, std::size_t chunk_
       wrong = add_field(parsed.columns[i], fields.fields()[columns_[i].position], dialect_.separator);
     if (!wrong.reason.empty()) {
       refuse(std::string(wrong.reason), i - 1, wrong.value);
-      for (ParsedColumn& column : parsed.columns) drop_row(column);
+      for (ParsedColumn& column : parsed.columns) column.drop_row();
       continue;
     }
-    for (ParsedColumn& column : parsed.columns) close_row(column);
+    for (ParsedColumn& column : parsed.columns) column.close_row();
     ++parsed.records;
   }
   if (last || (any() && scanner.place() >= chunk_bytes)) {

@@ -97,6 +97,18 @@ class CsvSniffer {
   std::vector<Sight> sights_;
 };
 
+// Where a chunk ends that begins with the bytes that were shown.
+struct ChunkEnd {
+  bool whole;  // false: show the same again with more bytes
+  std::size_t
+      next;  // the end, 0 if there is no record; if not whole, empty lines that need not be shown again
+};
+
+// The end of the chunk of the records that begin in the first `chunk_bytes`, or of the first record if it
+// begins later: its bytes can then be parsed by any thread. `last`: the file ends where `bytes` do.
+ChunkEnd find_csv_chunk_end(const CsvDialect& dialect, std::string_view bytes, bool last,
+                            std::size_t chunk_bytes);
+
 struct CsvColumn {
   std::size_t position;
   ColumnType type;

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bfloat16.h"
 #include "hash.h"
 #include "quantize.h"
 
@@ -29,11 +30,12 @@ std::size_t bytes_per_value(CompressorKind kind) {
 
 }  // namespace
 
-Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed)
+Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed, ValueStorage storage)
     : scales_(new std::atomic<float>[std::max<std::size_t>(segments.size(), 1)]),
       decays_(new std::atomic<float>[std::max<std::size_t>(segments.size(), 1)]),
       seed_(mix(seed)),
-      serving_(serving) {
+      serving_(serving),
+      storage_(storage) {
   if (segments.empty()) throw std::invalid_argument("entry: at least one segment is needed");
   std::size_t byte = 0;
   for (std::size_t i = 0; i < segments.size(); ++i) {
@@ -67,8 +69,11 @@ Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed
   if (!serving && alike &&
       (parts_.size() == 1 || (by_element && first.kind != OptimizerKind::kBatchSoftmax)) &&
       !first.delay_compensated && !first.stochastic_rounding)
-    plain_ = step_kernels(first.kind, dim_).many;
-  row_bytes_ = serving ? byte : (dim_ + state_dim_) * sizeof(float);
+    plain_ = step_kernels(first.kind, dim_);
+  bfloat16_ = bfloat16_kernels(dim_);
+  value_bytes_ = dim_ * (storage == ValueStorage::kFloat32 ? sizeof(float) : sizeof(std::uint16_t));
+  state_byte_ = (value_bytes_ + sizeof(float) - 1) / sizeof(float) * sizeof(float);
+  row_bytes_ = serving ? byte : state_byte_ + state_dim_ * sizeof(float);
   row_bytes_ = (row_bytes_ + 15) / 16 * 16;
 }
 
@@ -90,14 +95,21 @@ void Entry::initialize(std::byte* row, std::int64_t id) const {
     write(row, values.data());
     return;
   }
-  auto* values = reinterpret_cast<float*>(row);
   for (const Part& part : parts_)
-    for (int i = 0; i < part.spec.dim; ++i) values[part.column + i] = value(part, i);
+    for (int i = 0; i < part.spec.dim; ++i) {
+      const int column = part.column + i;
+      if (storage_ == ValueStorage::kFloat32) {
+        reinterpret_cast<float*>(row)[column] = value(part, i);
+      } else {
+        const auto code = static_cast<std::uint16_t>(nearest_bfloat16(value(part, i)));
+        std::memcpy(row + 2 * column, &code, sizeof code);
+      }
+    }
   initialize_state(row);
 }
 
 void Entry::initialize_state(std::byte* row) const {
-  if (!serving_) initialize_state(reinterpret_cast<float*>(row) + dim_);
+  if (!serving_) initialize_state(state(row));
 }
 
 void Entry::initialize_state(float* state) const {
@@ -105,9 +117,16 @@ void Entry::initialize_state(float* state) const {
     monolith::initialize_state(part.spec.optimizer, state + part.state, part.spec.dim);
 }
 
+void Entry::read_values(const std::byte* rows, std::size_t count, float* values) const {
+  if (storage_ == ValueStorage::kFloat32)
+    std::memcpy(values, rows, count * value_bytes_);
+  else
+    bfloat16_.widen(rows, values, count * dim_);
+}
+
 void Entry::read(const std::byte* row, float* values) const {
   if (!serving_) {
-    std::memcpy(values, row, dim_ * sizeof(float));
+    read_values(row, 1, values);
     return;
   }
   for (const Part& part : parts_) {
@@ -137,9 +156,19 @@ void Entry::read(const std::byte* row, float* values) const {
   }
 }
 
+void Entry::write_stepped(std::byte* row, std::uint64_t hash, const float* values, std::int64_t step) const {
+  if (storage_ == ValueStorage::kBfloat16Stochastic)
+    bfloat16_.round_by_chance(values, row, dim_, rounding_key(hash, seed_, step));
+  else
+    write(row, values);
+}
+
 void Entry::write(std::byte* row, const float* values) const {
   if (!serving_) {
-    std::memcpy(row, values, dim_ * sizeof(float));
+    if (storage_ == ValueStorage::kFloat32)
+      std::memcpy(row, values, value_bytes_);
+    else
+      bfloat16_.round_to_nearest(values, row, dim_);
     return;
   }
   for (const Part& part : parts_) {
@@ -180,27 +209,31 @@ void Entry::view(float* values) const {
   }
 }
 
-void Entry::read_decayed(const std::byte* row, float* values) const {
-  std::memmove(values, row, dim_ * sizeof(float));  // which may be the same place
-  const auto* state = reinterpret_cast<const float*>(row) + dim_;
+float Entry::kept(std::size_t p, const float* state) const {
+  const Part& part = parts_[p];
   const std::int64_t now = steps_.load(std::memory_order_relaxed);
+  const std::int64_t seen = step_of(state + part.state + part.spec.dim);
+  return seen == 0 || seen >= now ? 1.0f : kept_after(decays_[p].load(std::memory_order_relaxed), now - seen);
+}
+
+void Entry::read_decayed(const std::byte* row, float* values) const {
+  read_values(row, 1, values);
   for (std::size_t p = 0; p < parts_.size(); ++p) {
     const Part& part = parts_[p];
     if (!part.spec.optimizer.lazy_decay) continue;
-    const std::int64_t seen = step_of(state + part.state + part.spec.dim);
-    if (seen == 0 || seen >= now) continue;
-    const float kept = kept_after(decays_[p].load(std::memory_order_relaxed), now - seen);
-    for (int i = 0; i < part.spec.dim; ++i) values[part.column + i] *= kept;
+    const float left = kept(p, state(row));
+    for (int i = 0; i < part.spec.dim; ++i) values[part.column + i] *= left;
   }
 }
 
 void Entry::catch_up(std::byte* row) const {
-  auto* values = reinterpret_cast<float*>(row);
-  read_decayed(row, values);
+  std::vector<float> values(dim_);
+  read_decayed(row, values.data());
+  write(row, values.data());
   const std::int64_t now = steps_.load(std::memory_order_relaxed);
   for (const Part& part : parts_) {
     if (!part.spec.optimizer.lazy_decay) continue;
-    float* const counter = values + dim_ + part.state + part.spec.dim;
+    float* const counter = state(row) + part.state + part.spec.dim;
     const std::int64_t seen = step_of(counter);
     if (seen != 0 && seen < now) put_step(counter, now);
   }
@@ -220,9 +253,8 @@ void Entry::be_at(std::int64_t steps) {
   }
 }
 
-void Entry::step(std::byte* row, std::int64_t id, const float* gradient, const float* latest,
+void Entry::step(float* values, float* state, std::int64_t id, const float* gradient, const float* latest,
                  const float* rates, std::int64_t step, float* scratch) const {
-  auto* values = reinterpret_cast<float*>(row);
   for (std::size_t p = 0; p < parts_.size(); ++p) {
     const Part& part = parts_[p];
     const int dim = part.spec.dim;
@@ -240,13 +272,21 @@ void Entry::step(std::byte* row, std::int64_t id, const float* gradient, const f
         scratch[i] = g[i] + opt.lambda * g[i] * g[i] * (w[i] - latest[part.column + i]);
       g = scratch;
     }
-    part.kernel(opt, w, values + dim_ + part.state, g, dim, rates[p], step);
+    part.kernel(opt, w, state + part.state, g, dim, rates[p], step);
     if (opt.stochastic_rounding) {
       const std::uint64_t salt = mix(id) + mix(step);
       for (int i = 0; i < dim; ++i)
         w[i] = round_to_half(w[i], random(salt + std::bit_cast<std::uint32_t>(w[i]), part.column + i));
     }
   }
+}
+
+void Entry::step_rounded(std::byte* const* rows, const std::uint64_t* hashes, const float* const* gradients,
+                         std::size_t count, float rate, std::int64_t step, float* scratch) const {
+  const bool by_chance = storage_ == ValueStorage::kBfloat16Stochastic;
+  const Bfloat16Step by{plain_spec(), plain_.one, dim_, row_bytes_, state_byte_,
+                        seed_,        by_chance,  rate, step};
+  bfloat16_.step(by, rows, hashes, gradients, count, scratch);
 }
 
 void Entry::begin_step(std::int64_t step, const float* rates) {

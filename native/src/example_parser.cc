@@ -915,6 +915,31 @@ ParsedExamples ExampleParser::parse(std::span<const Payload> payloads) const {
   return parsed;
 }
 
+ParsedColumn ParsedColumn::without_rows(ColumnType type) {
+  ParsedColumn column;
+  column.type = type;
+  column.splits.push_back(0);
+  if (type == ColumnType::kBytes) column.inner.push_back(0);
+  return column;
+}
+
+void ParsedColumn::close_row() {
+  const std::size_t values = type == ColumnType::kInt64   ? ints.size()
+                             : type == ColumnType::kFloat ? floats.size()
+                                                          : inner.size() - 1;
+  splits.push_back(static_cast<std::int64_t>(values));
+}
+
+void ParsedColumn::drop_row() {
+  const auto values = static_cast<std::size_t>(splits.back());
+  if (type == ColumnType::kInt64) ints.resize(values);
+  if (type == ColumnType::kFloat) floats.resize(values);
+  if (type == ColumnType::kBytes) {
+    inner.resize(values + 1);
+    bytes.resize(static_cast<std::size_t>(inner.back()));
+  }
+}
+
 std::vector<ParsedExamples> ExampleParser::parse_batches(std::span<const Payload> payloads) const {
   if (kind_ != ExampleKind::kExampleBatch)
     throw std::invalid_argument("only an ExampleBatch is many records");

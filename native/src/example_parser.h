@@ -37,6 +37,12 @@ struct ParsedColumn {
   std::vector<float> floats;
   std::vector<std::uint8_t> bytes;
   std::vector<std::int64_t> inner;
+
+  // For parsers that add one row after the other: a column without rows; the end of a row whose values were
+  // added; and the values of a row that is not closed taken back.
+  static ParsedColumn without_rows(ColumnType type);
+  void close_row();
+  void drop_row();
 };
 
 struct BadPayload {

@@ -32,7 +32,7 @@ Partition::~Partition() = default;
 Table::Table(TableSpec spec, std::shared_ptr<Admission> admission, std::shared_ptr<TouchedKeySet> touched,
              std::shared_ptr<Workers> workers)
     : spec_(std::move(spec)),
-      entry_(spec_.segments, spec_.serving, spec_.seed),
+      entry_(spec_.segments, spec_.serving, spec_.seed, spec_.storage),
       zeros_(entry_.row_bytes()),
       admission_(std::move(admission)),
       workers_(std::move(workers)),
@@ -470,7 +470,7 @@ class ChunkBuilder {
     chunk_.ids[at] = unmix(hash);
     chunk_.times[at] = time;
     entry_.read(row, chunk_.values.get() + at * dim_);
-    std::memcpy(chunk_.state.get() + at * state_dim_, row + dim_ * sizeof(float), state_dim_ * sizeof(float));
+    std::memcpy(chunk_.state.get() + at * state_dim_, entry_.state(row), state_dim_ * sizeof(float));
   }
   void advance(std::size_t count) { chunk_.rows += count; }
 

@@ -206,18 +206,20 @@ std::size_t Table::lookup(std::span<const std::int64_t> ids, float* out, std::ui
   Body& body = *body_.load();
   const std::size_t dim = entry_.dim();
   const bool whole = entry_.serving() || entry_.decays_lazily();  // values alone do not tell what to show
-  const std::size_t bytes = whole ? entry_.row_bytes() : dim * sizeof(float);
+  const std::size_t bytes = whole ? entry_.row_bytes() : entry_.value_bytes();
+  const bool direct = !whole && entry_.stores_floats();  // rows are copied to where they are wanted
   std::atomic<std::size_t> hits{0};
   spread(ids.size(), grain_of(ids.size(), workers_.get()), [&](std::size_t begin, std::size_t end) {
     std::uint8_t found[kBlock];
-    std::vector<std::byte> rows(whole ? kBlock * bytes : 0);
+    std::vector<std::byte> rows(direct ? 0 : kBlock * bytes);
     std::size_t hit = 0;
-    auto* const to = whole ? rows.data() : reinterpret_cast<std::byte*>(out + begin * dim);
-    const std::size_t step = whole ? 0 : kBlock * bytes;
+    auto* const to = direct ? reinterpret_cast<std::byte*>(out + begin * dim) : rows.data();
+    const std::size_t step = direct ? kBlock * bytes : 0;
     read_blocks(body, ids.subspan(begin, end - begin), to, bytes, step, found, nullptr,
                 [&](std::size_t first, std::size_t count) {
                   float* const values = out + (begin + first) * dim;
                   if (told != nullptr) std::copy_n(found, count, told + begin + first);
+                  if (!whole && !direct) entry_.read_values(rows.data(), count, values);
                   for (std::size_t i = 0; i < count; ++i) {
                     hit += found[i];
                     if (whole) {
@@ -261,8 +263,7 @@ void Table::lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* found, 
                         std::fill_n(values + (at + i) * dim, dim, 0.0f);
                     }
                     if (state != nullptr)
-                      std::memcpy(state + (at + i) * state_dim, row + dim * sizeof(float),
-                                  state_dim * sizeof(float));
+                      std::memcpy(state + (at + i) * state_dim, entry_.state(row), state_dim * sizeof(float));
                   }
                 });
   });

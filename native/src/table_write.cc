@@ -398,12 +398,14 @@ struct Train {
   std::int64_t step;
   std::size_t dim;
   bool dedup;
-  StepsKernel plain;  // the whole step, when all segments take it alike and there is nothing around it
+  StepKernels plain;  // the whole step, when all segments take it alike and there is nothing around it
   std::atomic<std::uint64_t>* non_finite;
 
   std::size_t scratch_floats() const {
-    return plain == nullptr ? 2 * dim + entry.row_bytes() / sizeof(float) : dedup ? kWindow * dim : 0;
+    if (plain.one == nullptr) return 3 * dim + entry.row_bytes() / sizeof(float);
+    return summed_floats() + (entry.stores_floats() ? 0 : dim);
   }
+  std::size_t summed_floats() const { return dedup ? kWindow * dim : 0; }
   void fetch(std::uint32_t position) const { prefetch<0>(gradients + position * dim, dim * sizeof(float)); }
 
   // The gradient of an id, or the sum of its gradients, put into `sum`.
@@ -428,11 +430,17 @@ struct Train {
     if (fresh) entry.initialize(row, id);
     const float* gradient = gradient_of(item, writes.next, writes.scratch + dim);
     const float* seen = latest != nullptr ? latest + item.position * dim : nullptr;
-    float* const before = writes.scratch + 2 * dim;
-    std::memcpy(before, row, entry.row_bytes());
-    entry.step(row, id, gradient, seen, rates, step, writes.scratch);
-    if (!finite(reinterpret_cast<const float*>(row), dim)) [[unlikely]] {
-      std::memcpy(row, before, entry.row_bytes());
+    float* const stepped = writes.scratch + 2 * dim;
+    entry.read(row, stepped);
+    // The state is stepped where it is: it must be put back if the values do not stay finite.
+    float* const before = stepped + dim;
+    const std::size_t state_bytes = entry.state_dim() * sizeof(float);
+    std::memcpy(before, entry.state(row), state_bytes);
+    entry.step(stepped, entry.state(row), id, gradient, seen, rates, step, writes.scratch);
+    if (finite(stepped, dim)) [[likely]] {
+      entry.write_stepped(row, item.hash, stepped, step);
+    } else {
+      std::memcpy(entry.state(row), before, state_bytes);
       non_finite->fetch_add(1, std::memory_order_relaxed);
     }
   }
@@ -440,15 +448,22 @@ struct Train {
   template <class Item, class Writes>
   void operator()(std::byte* const* rows, const bool* fresh, const Item* items, std::size_t count,
                   const Writes& writes) const {
-    if (plain == nullptr) {
+    if (plain.one == nullptr) {
       one_by_one(*this, rows, fresh, items, count, writes);
       return;
     }
     const float* by[kWindow];
+    std::uint64_t hashes[kWindow];  // for rows that are rounded
+    const bool in_place = entry.stores_floats();
     const auto step_all = [&](std::byte* const* all, std::size_t n) {
-      plain(entry.plain_spec(), all, entry.row_bytes(), by, n, static_cast<int>(dim), rates[0], step);
+      if (in_place)
+        plain.many(entry.plain_spec(), all, entry.row_bytes(), by, n, static_cast<int>(dim), rates[0], step);
+      else
+        entry.step_rounded(all, hashes, by, n, rates[0], step, writes.scratch + summed_floats());
     };
     if (fresh == nullptr) {
+      if (!in_place)
+        for (std::size_t i = 0; i < count; ++i) hashes[i] = items[i].hash;
       if (dedup)
         for (std::size_t i = 0; i < count; ++i)
           by[i] = gradient_of(items[i], writes.next, writes.scratch + i * dim);
@@ -463,6 +478,7 @@ struct Train {
       if (rows[i] == nullptr) continue;
       if (fresh[i]) entry.initialize(rows[i], unmix(items[i].hash));
       there[n] = rows[i];
+      hashes[n] = items[i].hash;
       by[n] = gradient_of(items[i], writes.next, writes.scratch + n * dim);
       ++n;
     }
@@ -498,7 +514,7 @@ struct Restore {
     if (state == nullptr || (fresh_state != nullptr && fresh_state[item.position]))
       entry.initialize_state(row);
     else
-      std::memcpy(row + dim * sizeof(float), state + item.position * state_dim, state_dim * sizeof(float));
+      std::memcpy(entry.state(row), state + item.position * state_dim, state_dim * sizeof(float));
   }
   void operator()(const auto&... window) const { one_by_one(*this, window...); }
 };
@@ -557,7 +573,7 @@ void Table::apply_gradients(std::span<const std::int64_t> ids, const float* grad
   const auto train = [&](std::span<const std::int64_t> some, const float* by, const float* seen,
                          EventTimes at) {
     write(some, at, OnAbsent::kAsk, dedup,
-          Train{entry_, by, seen, rates.data(), step, dim, dedup, entry_.plain_kernel(rates), &non_finite_});
+          Train{entry_, by, seen, rates.data(), step, dim, dedup, entry_.plain_kernels(rates), &non_finite_});
   };
   if (all_usable(gradients, ids.size() * dim)) [[likely]] {
     train(ids, gradients, latest, times);

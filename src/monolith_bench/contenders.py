@@ -11,6 +11,7 @@ from torch import Tensor
 
 from monolith import native
 from monolith.table import Adagrad, NativeTable, Optimizer, RandomUniform, Segment, TableConfig
+from monolith.table.config import EmbeddingDtype
 from monolith_bench.ids import IdBatches
 from monolith_bench.rivals import LEARNING_RATE, Rival
 from monolith_bench.timing import Contender
@@ -19,14 +20,17 @@ EVENT_TIME = 1_700_000_000
 """When the first update happens; each later one is a second newer, so the time is really written."""
 
 
-def new_table(dim: int, threads: int, optimizer: Optimizer | None = None) -> NativeTable:
+def new_table(
+    dim: int, threads: int, optimizer: Optimizer | None = None, dtype: EmbeddingDtype = "float32"
+) -> NativeTable:
     """Return an empty table that has to grow."""
     segment = Segment(
         dim=dim,
         optimizer=Adagrad(learning_rate=LEARNING_RATE) if optimizer is None else optimizer,
         initializer=RandomUniform(),
     )
-    return NativeTable(TableConfig(name="bench", segments=(segment,)), workers=native.Workers(threads))
+    config = TableConfig(name="bench", segments=(segment,), embedding_dtype=dtype)
+    return NativeTable(config, workers=native.Workers(threads))
 
 
 def make_gradients(batch: int, dim: int, seed: int) -> Tensor:

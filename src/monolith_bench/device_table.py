@@ -19,9 +19,11 @@ from torch import Tensor
 
 from monolith.cuda import Device, device_of
 from monolith.errors import AcceleratorError, ConfigError
-from monolith.table import Adagrad, Adam, CudaTable, Optimizer, RandomUniform, Segment, TableConfig
+from monolith.table import Adagrad, Adam, CudaTable, Optimizer, RandomUniform, Segment, Sgd, TableConfig
+from monolith.table.config import EmbeddingDtype
 from monolith_bench.options import BenchTableOptions, refuse_nothing
 from monolith_bench.report import Report
+from monolith_bench.table import add_storage
 
 LOADS = (0.3, 0.5, 0.75)
 """How full the index is when rows are looked up."""
@@ -90,7 +92,13 @@ def measure(plan: DeviceTablePlan, device: Device) -> Report:
     report.about["device"] = device.name
     with torch.no_grad(), device.active():
         bench = _Bench(plan, device, report)
-        for part in (bench.measure_torch, bench.measure_loads, bench.measure_wide, bench.measure_growth):
+        for part in (
+            bench.measure_torch,
+            bench.measure_loads,
+            bench.measure_bfloat16,
+            bench.measure_wide,
+            bench.measure_growth,
+        ):
             part()
             _give_back(device)
     report.finish()
@@ -173,6 +181,38 @@ class _Bench:
         report.add(case, "time", stepped, "ms")
         return found
 
+    def measure_bfloat16(self) -> None:
+        """Look up and train rows with bfloat16 embeddings, rounded by chance, next to those with float32."""
+        plan, report = self._plan, self._report
+        for name, optimizer in (("adagrad", Adagrad()), ("sgd", Sgd())):
+            report.say(f"float32 and bfloat16 embeddings, {name}")
+            before = self._measure_storage(optimizer, "float32")
+            after = self._measure_storage(optimizer, "bfloat16")
+            for work, unit in (("lookup", "rows/s"), ("update", "rows/s"), ("bytes of a place", "bytes")):
+                add_storage(report, work, f"{plan.dim} floats, {name}", unit, before[work], after[work])
+        report.show(f"bfloat16 embeddings, {plan.rows:,} rows, batches of {plan.batch:,} uniform ids")
+
+    def _measure_storage(self, optimizer: Optimizer, dtype: EmbeddingDtype) -> dict[str, float]:
+        """Return rates, and the bytes of values and state at a place, free or not."""
+        plan = self._plan
+        table = self._table(optimizer, plan.dim, plan.rows, STEP_LOAD, dtype=dtype)
+        batches, gradients = self._batches(plan.rows), self._gradients(plan.dim)
+        out, steps = torch.empty_like(gradients), itertools.count()
+
+        def update() -> None:
+            table.apply_gradients(
+                next(batches), gradients, step=next(steps), event_time=next(self._clock), dedup=True
+            )
+
+        found = {
+            "lookup": rate(plan.batch, self._milliseconds(lambda: table.lookup(next(batches), out=out))),
+            "update": rate(plan.batch, self._milliseconds(update)),
+            "bytes of a place": table.config.embedding_bytes + FLOAT_BYTES * table.state_dim,
+        }
+        table.close()
+        _give_back(self._device)
+        return found
+
     def measure_wide(self) -> None:
         """Look up wide rows and take a step of Adam: forward and backward."""
         plan, report = self._plan, self._report
@@ -226,7 +266,14 @@ class _Bench:
     # Inside
 
     def _table(
-        self, optimizer: Optimizer, dim: int, rows: int, load: float, *, also: float = 0.0
+        self,
+        optimizer: Optimizer,
+        dim: int,
+        rows: int,
+        load: float,
+        *,
+        also: float = 0.0,
+        dtype: EmbeddingDtype = "float32",
     ) -> CudaTable:
         """Return a table with the first ids, its index this full; there is memory for `also` as much more."""
         segment = Segment(
@@ -235,7 +282,12 @@ class _Bench:
         per_row = KEY_BYTES + FLOAT_BYTES * (dim + segment.state_dim)
         need_memory(self._device, (1 + also) * rows / load * per_row + rows * 8)
         # A table makes room for what it expects at the highest load.
-        config = TableConfig(name="bench", segments=(segment,), initial_rows=int(rows * LOADS[-1] / load))
+        config = TableConfig(
+            name="bench",
+            segments=(segment,),
+            initial_rows=int(rows * LOADS[-1] / load),
+            embedding_dtype=dtype,
+        )
         table = CudaTable(config, device=self._device)
         zeros = torch.zeros((self._plan.batch, dim), device=self._where)
         for part in torch.split(self._ids(rows), len(zeros)):

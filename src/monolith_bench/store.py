@@ -28,7 +28,6 @@ from monolith.store import (
     ParameterServerStore,
     ServerGroup,
     Store,
-    TableIds,
 )
 from monolith.wire.flight_transport import import_arrow, import_flight
 from monolith_bench.options import BenchStoreOptions
@@ -41,7 +40,7 @@ BATCHES = 16
 WEIGHTS = 8
 """Dense weights, all of one size."""
 FLOAT_BYTES, ID_BYTES = 4, 8
-StoreCall = Callable[[Store, TableIds], object]
+StoreCall = Callable[[Store, int], object]
 ECHO = "plain Flight echo"
 BOTH = "plain Flight echo and this process, added"
 HALF = "half floats"
@@ -141,15 +140,13 @@ def measure_rows(
     halves: ParameterServerStore,
 ) -> None:
     """Measure batches of one size; `halves` looks up in half floats, on the last of the stores."""
-    batches, gradients = (
-        batches_of(size, rows=plan.rows, count=BATCHES, seed=plan.seed),
-        torch.full((size * plan.dim,), 0.01),
-    )
+    batches = batches_of(size, rows=plan.rows, count=BATCHES, seed=plan.seed)
+    gradients = [torch.full((size * plan.dim,), 0.01) for _ in batches]
     row_bytes = size * plan.dim * FLOAT_BYTES
     calls: dict[str, tuple[StoreCall, int, int]] = {
-        "lookup": (lambda store, ids: store.lookup(ids), size * ID_BYTES, row_bytes),
+        "lookup": (lambda store, number: store.lookup(batches[number]), size * ID_BYTES, row_bytes),
         "apply_gradients": (
-            lambda store, ids: store.apply_gradients(ids, gradients, event_time=1),
+            lambda store, number: store.apply_gradients(batches[number], gradients[number], event_time=1),
             size * ID_BYTES + row_bytes,
             0,
         ),
@@ -158,12 +155,10 @@ def measure_rows(
         case = f"{name}, {size:,} ids"
         report.say(case)
 
-        contenders = {
-            where: contender(size, stepper(store, call, batches)) for where, store in stores.items()
-        }
+        contenders = {where: contender(size, stepper(store, call)) for where, store in stores.items()}
         contenders[ECHO] = contender(size, echo.of(up, down))
         if name == "lookup":
-            contenders[f"{list(stores)[-1]}, {HALF}"] = contender(size, stepper(halves, call, batches))
+            contenders[f"{list(stores)[-1]}, {HALF}"] = contender(size, stepper(halves, call))
         rates = race(contenders, **plan.timing)
         here, wire = rates.pop("this process"), rates.pop(ECHO)
         baselines = {
@@ -179,8 +174,8 @@ def measure_rows(
     report.show(f"Batches of {size:,} distinct ids, {plan.dim} floats each")
 
 
-def stepper(store: Store, call: StoreCall, batches: list[TableIds]) -> Callable[[int], object]:
-    return lambda number: call(store, batches[number])
+def stepper(store: Store, call: StoreCall) -> Callable[[int], object]:
+    return lambda number: call(store, number)
 
 
 def add(report: Report, case: str, size: int, rate: float) -> None:
@@ -267,12 +262,16 @@ def serve_echo(*_: int) -> None:
     class EchoServer(flight.FlightServerBase):  # type: ignore[misc, name-defined]
         def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ARG002
             first = True
+            batches: dict[int, Iterator[Any]] = {}
             while True:
                 try:
                     chunk = reader.read_chunk()
                 except StopIteration:
                     return
-                batch = byte_batch(arrow, int(chunk.app_metadata.to_pybytes()))
+                size = int(chunk.app_metadata.to_pybytes())
+                if size not in batches:
+                    batches[size] = itertools.cycle(byte_batches(arrow, size))
+                batch = next(batches[size])
                 if first:
                     writer.begin(batch.schema)
                     first = False
@@ -306,17 +305,19 @@ class Echo:
 
     def of(self, up: int, down: int) -> Callable[[int], object]:
         """Return what sends so many bytes and waits for so many."""
-        batch, asked = byte_batch(import_arrow(PURPOSE), up), str(down).encode()
+        batches, asked = byte_batches(import_arrow(PURPOSE), up), str(down).encode()
 
-        def exchange(_: int) -> object:
+        def exchange(number: int) -> object:
             if not self._begun:
-                self._writer.begin(batch.schema)
+                self._writer.begin(batches[0].schema)
                 self._begun = True
-            self._writer.write_with_metadata(batch, asked)
+            self._writer.write_with_metadata(batches[number], asked)
             return self._reader.read_chunk()
 
         return exchange
 
 
-def byte_batch(arrow: Any, size: int) -> Any:
-    return arrow.record_batch([arrow.array(np.empty(size, np.uint8))], names=["bytes"])
+def byte_batches(arrow: Any, size: int) -> list[Any]:
+    """Return messages of some bytes, sent in turn: rows and gradients are other memory in every step."""
+    some = [np.full(size, number, np.uint8) for number in range(BATCHES)]
+    return [arrow.record_batch([arrow.array(one)], names=["bytes"]) for one in some]

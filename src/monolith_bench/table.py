@@ -26,7 +26,7 @@ from torch import Tensor
 
 from monolith import native
 from monolith.errors import ConfigError
-from monolith.table import NativeTable, Sgd
+from monolith.table import Adagrad, NativeTable, Sgd
 from monolith_bench.contenders import (
     fill,
     make_gradients,
@@ -39,7 +39,7 @@ from monolith_bench.ids import DISTRIBUTIONS, IdBatches, id_of
 from monolith_bench.options import BenchTableOptions, refuse_nothing
 from monolith_bench.report import Report, cores, memory
 from monolith_bench.rivals import FbgemmEmbedding, Rival, TorchEmbedding, why_no_fbgemm
-from monolith_bench.timing import Timing, race
+from monolith_bench.timing import Contender, Timing, race
 
 FLOAT_BYTES = 4
 BATCHES = 32
@@ -107,6 +107,7 @@ def run(options: BenchTableOptions) -> int:
         measure_pauses(plan, report)
         for dim in plan.dims:
             measure_speed(plan, report, dim)
+        measure_bfloat16(plan, report)
         if options.scaling:
             measure_scaling(plan, report)
         if options.busy:
@@ -285,6 +286,43 @@ def best_build(rows: int, gradients: Tensor, threads: int) -> tuple[NativeTable,
         if not last:
             table.close()
     return table, best
+
+
+def measure_bfloat16(plan: TablePlan, report: Report) -> None:
+    """Race tables with bfloat16 embeddings against the same with float32, by optimizers with and without
+    state; rounding is stochastic."""
+    dim, rows, threads = plan.dims[0], plan.rows, plan.most_threads
+    need_memory(rows * 2 * dim * FLOAT_BYTES * 3.0)
+    requests = make_batches("uniform", rows, plan)
+    gradients = make_gradients(plan.batch, dim, plan.seed)
+    for name, optimizer in (("adagrad", Adagrad()), ("sgd", Sgd())):
+        report.say(f"float32 and bfloat16 embeddings, {name}")
+        racing: dict[str, Contender] = {}
+        tables = [new_table(dim, threads, optimizer, dtype) for dtype in ("float32", "bfloat16")]
+        for table in tables:
+            for _ in fill(table, id_of(np.arange(rows)), gradients):
+                pass
+            for work, one in table_contenders(table, requests, gradients).items():
+                if work in ("lookup", "update with dedup"):
+                    racing[f"{work}, {table.config.embedding_dtype}"] = one
+        rates = race(racing, **plan.timing)
+        per_row = [table.stats().bytes_total / len(table) for table in tables]
+        for table in tables:
+            table.close()
+        case = f"{dim} floats, {name}"
+        for work in ("lookup", "update with dedup"):
+            before, after = (rates[f"{work}, {dtype}"] for dtype in ("float32", "bfloat16"))
+            add_storage(report, work, case, "rows/s", before, after)
+        add_storage(report, "bytes per row", case, "bytes", *per_row)
+    label = counted(threads, "thread")
+    report.show(f"bfloat16 embeddings, {rows:,} rows, batches of {plan.batch:,} uniform ids, {label}")
+
+
+def add_storage(report: Report, work: str, case: str, unit: str, before: float, after: float) -> None:
+    """Record what float32 embeddings make, and what bfloat16 makes next to it."""
+    metric, float32 = {"rows/s": "rows_per_s", "bytes": "bytes_per_row"}[unit], f"{work}, float32, {case}"
+    report.add(float32, metric, before, unit)
+    report.compare(f"{work}, bfloat16, {case}", metric, after, unit, {float32: before})
 
 
 def make_batches(distribution: str, rows: int, plan: TablePlan) -> IdBatches:

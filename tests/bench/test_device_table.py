@@ -45,6 +45,8 @@ def test_lookups_and_steps_are_compared_with_torch_at_every_load(results: list[R
         ("adam, 128 floats, forward", "time"),
         ("adam, 128 floats, backward", "time"),
         ("adam, 128 floats, forward and backward", "time"),
+        ("lookup, float32, 4 floats, sgd", "rows_per_s"),
+        ("bytes of a place, float32, 4 floats, adagrad", "bytes_per_row"),
         ("growing, longest call", "longest_pause"),
         ("growing, median call", "time"),
     ],
@@ -53,6 +55,15 @@ def test_all_that_is_promised_is_there(results: list[Result], case: str, metric:
     (result,) = found(results, case, metric)
     assert result.value is not None
     assert result.value > 0
+
+
+def test_bfloat16_is_compared_with_float32(results: list[Result]) -> None:
+    for name, ratio in (("adagrad", 0.75), ("sgd", 0.5)):
+        (place,) = found(results, f"bytes of a place, bfloat16, 4 floats, {name}", "bytes_per_row")
+        assert (place.baseline, place.ratio) == (f"bytes of a place, float32, 4 floats, {name}", ratio)
+        for work in ("lookup", "update"):
+            (rate,) = found(results, f"{work}, bfloat16, 4 floats, {name}", "rows_per_s")
+            assert rate.baseline == f"{work}, float32, 4 floats, {name}"
 
 
 def test_the_table_has_grown_when_growth_was_measured(results: list[Result]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,26 @@ class EmulatedCudaTable(CudaTable):
 
     def __init__(self, config: TableConfig, **others: Any) -> None:
         super().__init__(config, **{"device": EmulatedDevice(), **others})
+
+
+def in_bfloat16(cls: Any) -> Any:
+    """Return the same table with embeddings that training tables store as bfloat16."""
+
+    def make(self: Any, config: TableConfig, **others: Any) -> None:
+        if not any(segment.optimizer.stochastic_rounding for segment in config.segments):  # which is refused
+            config = replace(config, embedding_dtype="bfloat16")
+        cls.__init__(self, config, **others)
+
+    return type(f"Bfloat16{cls.__name__}", (cls,), {"__init__": make, "stores_bfloat16": True})
+
+
+def bfloat16_table_classes() -> list[Any]:
+    """Return all implementations with bfloat16 embeddings. They are layouts of their own, so that on an
+    emulated device they are a soak. Tests marked float32_rows are not run with them."""
+    return [
+        pytest.param(in_bfloat16(cls), marks=pytest.mark.soak) if is_emulated(cls) else in_bfloat16(cls)
+        for cls in [*table_classes(), *spilling_table_classes()]
+    ]
 
 
 def table_classes() -> list[Any]:

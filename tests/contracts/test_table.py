@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from contracts.tables import ids, rows, spilling_table_classes, table_classes
+from contracts.tables import bfloat16_table_classes, ids, rows, spilling_table_classes, table_classes
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -57,7 +57,10 @@ SGD = Segment(dim=2, optimizer=Sgd(), learning_rate=1.0)
 DAY = 86400
 
 
-@pytest.fixture(params=[*table_classes(), *spilling_table_classes()], ids=lambda cls: cls.__name__)
+@pytest.fixture(
+    params=[*table_classes(), *spilling_table_classes(), *bfloat16_table_classes()],
+    ids=lambda cls: cls.__name__,
+)
 def table_class(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -208,6 +211,7 @@ def test_a_gradient_starts_a_new_row_from_its_initializer(make: Make) -> None:
     assert everything(table) == {1: (6, [0.5, 0], [])}
 
 
+@pytest.mark.float32_rows
 def test_repeats_take_one_step_each(make: Make) -> None:
     table = make(Segment(dim=1, optimizer=Adagrad(initial_accumulator_value=1.0), learning_rate=1.0))
     table.apply_gradients(ids(1, 1), rows([1], [1]))
@@ -215,6 +219,7 @@ def test_repeats_take_one_step_each(make: Make) -> None:
     assert_close(table.lookup(ids(1)), rows([-(2**-0.5) - 3**-0.5]))
 
 
+@pytest.mark.float32_rows
 def test_dedup_sums_repeats_over_the_whole_call_and_takes_one_step(make: Make) -> None:
     table = make(Segment(dim=1, optimizer=Adagrad(initial_accumulator_value=1.0), learning_rate=1.0))
     repeated = torch.arange(1000).repeat(3)
@@ -230,6 +235,7 @@ def test_dedup_keeps_the_latest_event_time_wherever_it_is(table: Table) -> None:
     assert everything(table) == {1: (9, [-3, -3], [])}
 
 
+@pytest.mark.float32_rows
 @pytest.mark.many_layouts
 @pytest.mark.parametrize("decay", [0.0, 0.25])
 @pytest.mark.parametrize("dim", [1, 3, 4, 7, 16, 17, 20, 33, 64, 70])
@@ -349,6 +355,7 @@ def test_a_large_batch_loses_only_what_is_not_finite(make: Make) -> None:
     assert table.lookup(ids(12_345, 12_346)).tolist() == [[0, 0], [-1, -1]]
 
 
+@pytest.mark.float32_rows
 @pytest.mark.parametrize("wide", [2, 32])
 def test_a_step_whose_row_would_not_be_finite_is_not_taken(make: Make, wide: int) -> None:
     """Each takes place in a row of its own: a decay past all measure, and a correction by what was seen."""
@@ -394,6 +401,7 @@ def test_coarse_compressors_are_seen_by_lookups_and_not_by_the_stored_row(make: 
     assert everything(table) == {1: (0, [0.046875], [])}
 
 
+@pytest.mark.float32_rows
 def test_one_bit_steepens_with_the_steps_and_scales_the_gradient(make: Make) -> None:
     table = make(Segment(dim=1, compressor=OneBit(step_size=100, amplitude=0.1), learning_rate=1.0))
     table.assign(ids(1), rows([1]))
@@ -406,12 +414,14 @@ def test_one_bit_steepens_with_the_steps_and_scales_the_gradient(make: Make) -> 
     assert_close(table.lookup(ids(1)), 0.1 * torch.tanh(scale * rows([1 - 0.035840667])))
 
 
+@pytest.mark.float32_rows
 def test_a_fp16_compressor_does_not_touch_training(make: Make) -> None:
     table = make(Segment(dim=1, compressor=Fp16()))
     table.assign(ids(1), rows([0.1]))
     assert torch.equal(table.lookup(ids(1)), rows([0.1]))
 
 
+@pytest.mark.float32_rows
 def test_random_first_values_depend_on_seed_id_and_column_only(table_class: Any) -> None:
     segments = (
         Segment(dim=1, initializer=RandomUniform(low=0.0, high=1.0)),
@@ -700,7 +710,7 @@ def test_rows_are_iterated_bucket_by_bucket(make: Make, count: int) -> None:
 def test_digests_are_those_of_the_rows_given_one_by_one(make: Make) -> None:
     table = cast(Table, make())
     keys = torch.arange(-50, 50)
-    values = torch.rand(100, 2)
+    values = torch.randint(0, 128, (100, 2)) / 128
     table.assign(keys, values)
     buckets = bucket_of(keys).unique()
     assert torch.equal(table.digests(buckets), digest_rows(keys, values, buckets))
@@ -726,6 +736,7 @@ CAPACITY = 8 << 20
 WIDE = Segment(dim=1024, learning_rate=1.0)
 
 
+@pytest.mark.float32_rows
 def test_a_full_table_turns_new_ids_away_and_counts_them(make: Make) -> None:
     table = make(WIDE, capacity_bytes=CAPACITY)
     many = torch.arange(3000)
@@ -741,6 +752,7 @@ def test_a_full_table_turns_new_ids_away_and_counts_them(make: Make) -> None:
     assert table.lookup(many)[held].unique().tolist() == [2.0]
 
 
+@pytest.mark.float32_rows
 @pytest.mark.parametrize("capacity, dim", [(1 << 17, 1), (1 << 18, 1), (CAPACITY, 1024)])
 def test_a_full_table_can_be_cleared_and_filled_again(make: Make, capacity: int, dim: int) -> None:
     table = make(replace(SGD, dim=dim), capacity_bytes=capacity)
@@ -769,6 +781,7 @@ def test_a_full_table_may_expire_the_oldest_for_a_newcomer(make: Make) -> None:
     assert times >= set(range(3001 - stats.rows // 2, 3001))
 
 
+@pytest.mark.float32_rows
 def test_rows_pushed_out_by_later_ids_of_their_own_batch_leave_no_trace(make: Make) -> None:
     table = make(WIDE, capacity_bytes=CAPACITY, when_full="expire_oldest")
     many = torch.arange(3000)
@@ -800,6 +813,7 @@ def test_every_row_of_a_table_full_to_the_brim_is_found_again(make: Make) -> Non
     assert torch.equal(table.lookup(held), torch.full((len(held), 1), 2.0))
 
 
+@pytest.mark.float32_rows
 def test_an_older_newcomer_does_not_push_out_newer_rows(make: Make) -> None:
     table = make(WIDE, capacity_bytes=CAPACITY, when_full="expire_oldest")
     many = torch.arange(3000)
@@ -914,6 +928,7 @@ def test_clear_drops_rows_and_the_clock_and_keeps_counters(table: Table) -> None
     assert everything(table) == {1: (0, [1, 2], [])}
 
 
+@pytest.mark.float32_rows
 def test_stats_add_up(table: Table) -> None:
     table.assign(torch.arange(10), torch.ones(10, 2))
     table.assign(torch.arange(10), torch.ones(10, 2))

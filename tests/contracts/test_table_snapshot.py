@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.tables import ids, roomy_table_classes, rows, table_classes
+from contracts.tables import bfloat16_table_classes, ids, roomy_table_classes, rows, table_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
@@ -36,7 +36,9 @@ CONFIG = TableConfig(
 Content = dict[int, tuple[int, list[float], list[float]]]
 
 
-@pytest.fixture(params=[*table_classes(), *roomy_table_classes()], ids=lambda cls: cls.__name__)
+@pytest.fixture(
+    params=[*table_classes(), *roomy_table_classes(), *bfloat16_table_classes()], ids=lambda cls: cls.__name__
+)
 def make(request: pytest.FixtureRequest) -> Any:
     return lambda config=CONFIG: request.param(config)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import site
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,12 @@ def programs() -> dict[str, KernelProgram]:
     layouts = {
         name: row_layout(TableConfig(name="t", segments=segments)) for name, segments in TABLES.items()
     }
+    for rounding in ("nearest", "stochastic"):
+        for name in ("plain", "narrow", "all optimizers"):
+            how: Any = {"embedding_dtype": "bfloat16", "embedding_rounding": rounding}
+            layouts[f"{name}, {rounding} bfloat16"] = row_layout(
+                TableConfig(name="t", segments=TABLES[name], **how)
+            )
     serving = row_layout(TableConfig(name="t", segments=TABLES["all views"], serving=True))
     fused = {"plain": layouts["plain"], "all views": layouts["all views"], "serving": serving}
     return {

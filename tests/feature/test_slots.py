@@ -216,3 +216,20 @@ def test_a_table_has_room_for_the_rows_of_all_its_slots() -> None:
     assert {name: one.initial_rows for name, one in apart.items()} == {"a": 100, "b": 10, "c": 5}
     together = collect_tables(slots, initial_rows=10, merge_equal=True).configs
     assert together[merged_name(["a", "b"])].initial_rows == 110
+
+
+def test_a_slot_may_store_its_embeddings_otherwise_than_the_run() -> None:
+    slots = [slot("a", slot_id=1, embedding_dtype="float32"), slot("b", slot_id=2), slot("c", slot_id=3)]
+    how: dict[str, Any] = {"embedding_dtype": "bfloat16", "embedding_rounding": "nearest"}
+    configs = collect_tables(slots, **how, merge_equal=True).configs
+    assert {name: one.stores_bfloat16 for name, one in configs.items()} == {
+        "a": False,
+        merged_name(["b", "c"]): True,
+    }
+    assert {one.embedding_rounding for one in configs.values()} == {"nearest"}
+    shared = [
+        slot("a", slot_id=1, table="all", embedding_dtype="bfloat16"),
+        slot("b", slot_id=2, table="all"),
+    ]
+    with pytest.raises(ConfigError, match="set the same embedding_dtype on both"):
+        collect_tables(shared)

@@ -28,7 +28,13 @@ def columns(*values: int) -> RequestColumns:
 
 
 def answering(
-    requests: int, *, queue: int = 10, patience: float | None = None, fails: int = 0, **config: object
+    requests: int,
+    *,
+    queue: int = 10,
+    patience: float | None = None,
+    fails: int = 0,
+    max_rows: int = 3,
+    **config: object,
 ) -> Callable[[], None]:
     """Requests of 1 and 2 rows, at once; each must get the double of its own numbers, or a known error."""
 
@@ -51,11 +57,11 @@ def answering(
             return Prediction({"y": torch.from_numpy(2 * np.asarray(values["x"]))})
 
         reported: list[int] = []
-        settings = BatchingConfig(max_rows=3, **config)  # type: ignore[arg-type]
+        settings = BatchingConfig(max_rows=max_rows, **config)  # type: ignore[arg-type]
         batcher = RequestBatcher(
             ask,
             settings,
-            queue=queue,
+            limits=ServeLimits(queue=queue),
             clock=concurrency.monotonic,
             report=lambda _, rows: reported.append(rows),
         )
@@ -79,6 +85,7 @@ def answering(
         assert sum(reported) >= sum(answered)
         assert batcher._leaders == 0
         assert not batcher._queue
+        assert batcher._queued_rows == 0
 
     return scenario
 
@@ -89,6 +96,8 @@ LATE = answering(3, patience=0.015)
 WAITING_FOR_MORE = answering(3, patience=0.03, max_delay=timedelta(milliseconds=5))
 FULL = answering(4, queue=1)
 FAILING = answering(3, fails=2)
+PIECES = answering(4, max_rows=1)
+PIECES_OF_TWO = answering(4, max_rows=1, runners=2, patience=0.035)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +109,8 @@ FAILING = answering(3, fails=2)
         pytest.param(WAITING_FOR_MORE, id="waiting for more"),
         pytest.param(FULL, id="a full queue"),
         pytest.param(FAILING, id="a model that fails"),
+        pytest.param(PIECES, id="requests in pieces"),
+        pytest.param(PIECES_OF_TWO, id="pieces, two runners and deadlines"),
     ],
 )
 def test_every_request_is_answered_with_its_own_rows(scenario: Callable[[], None], schedules: int) -> None:
@@ -135,25 +146,27 @@ def _lead_is_lost(self: RequestBatcher, mine: batching._Waiting) -> bool:
     with self._lock:
         mine.gone = True
         if mine in self._queue:
-            self._queue.remove(mine)
+            self._dequeue(mine)
     raise DeadlineExceededError("late")
 
 
-def _without_lock(self: RequestBatcher, mine: batching._Waiting) -> list[batching._Waiting]:
+def _without_lock(self: RequestBatcher, mine: batching._Waiting) -> list[batching._Piece]:
     batch = [one for one in self._queue if one is mine or not one.leads]
+    pieces = [batching._Piece(one, 0, one.columns.rows) for one in batch]
     for one in batch:
-        self._queue.remove(one)
-    return batch
+        self._dequeue(one)
+        one.taken = one.columns.rows
+    return pieces
 
 
 def _leads_by_an_old_look(
-    self: RequestBatcher, columns: RequestColumns, deadline: float | None
+    self: RequestBatcher, columns: RequestColumns, deadline: float | None, priority: int = 5
 ) -> batching.ModelOutputs:
     """Whether there is a leader is looked at before the lock is taken."""
-    mine = batching._Waiting(columns, deadline, self._clock())
+    mine = batching._Waiting(columns, deadline, self._clock(), priority)
     has_leader = self._leaders >= self._runners
     with self._lock:
-        self._queue.append(mine)
+        self._enqueue(mine)
         if not has_leader:
             self._leaders += 1
             mine.leads = True

@@ -21,6 +21,7 @@ from monolith.model.step_graph import GraphedStep, StepGraph
 from monolith.nn import GradClipType
 from monolith.store import LocalStore
 from monolith.table import SlotThresholds, TouchedKeySet
+from monolith.tensors import RaggedTensor
 
 NAMES = ("ad", "item", "user")
 SIZE = 24
@@ -43,6 +44,31 @@ def batches(steps: int, size: int = SIZE, most: int = 40, bad: tuple[int, ...] =
         yield Batch(
             FeatureIds.one_each(NAMES, ids, event_time=100 + step), {"age": floats}, {"click": labels}
         )
+
+
+def ragged_batches(
+    steps: int, *, weighted: bool = False, bad: tuple[int, ...] = (), seed: int = 0
+) -> Iterator[Batch]:
+    """Return batches whose users have one id, items from none to five and ads now and then one."""
+    draw = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        lengths = torch.randint(0, 6, (SIZE,), generator=draw)
+        lengths[0] = 1
+        items = torch.randint(0, 60, (int(lengths.sum()),), generator=draw)
+        seldom = torch.randint(0, 2, (SIZE,), generator=draw)
+        seldom[0] = 1
+        ads = torch.randint(0, 5, (int(seldom.sum()),), generator=draw)
+        labels = torch.randint(0, 2, (SIZE,), generator=draw).float()
+        if step in bad:
+            labels[0] = torch.nan
+        weights = {"item": torch.rand(len(items), generator=draw)} if weighted else None
+        features = {
+            "ad": RaggedTensor.from_row_lengths(ads, seldom),
+            "item": RaggedTensor.from_row_lengths(items, lengths),
+            "user": torch.randint(0, 50, (SIZE,), generator=draw),
+        }
+        ids = FeatureIds.pack(features, event_time=100 + step, weights=weights)
+        yield Batch(ids, {"age": torch.rand((SIZE, 2), generator=draw)}, {"click": labels})
 
 
 class Net(nn.Module):
@@ -199,6 +225,43 @@ def test_gradients_are_limited_as_in_steps_one_by_one(device: Device, config: Up
     assert_same(eager, graphed)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ragged_batches_are_padded_and_train_as_steps_one_by_one(device: Device, weighted: bool) -> None:
+    how: Any = {"optimizer": "momentum", "config": UpdateConfig(clip_norm=0.5, sparse_clip_norm=0.5)}
+    eager = Trained(device, graphed=False, **how).train(ragged_batches(30, weighted=weighted, bad=(8, 20)))
+    graphed = Trained(device, graphed=True, **how).train(ragged_batches(30, weighted=weighted, bad=(8, 20)))
+    assert graphed.graph is not None
+    assert graphed.graph.trouble is None
+    assert [number for number, (trouble, _) in enumerate(graphed.said) if trouble] == [8, 20]
+    assert 1 <= graphed.graph.captures <= 4  # tables grow, and so does the room for ids
+    assert graphed.graph.replays >= 15
+    assert_same(eager, graphed, exact=False)
+
+
+def test_two_runs_on_ragged_batches_are_equal_to_the_bit(device: Device) -> None:
+    one, other = (Trained(device, graphed=True).train(ragged_batches(15)) for _ in range(2))
+    for (name, mine), (_, theirs) in zip(
+        one.model.state_dict().items(), other.model.state_dict().items(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
+    for name, rows in rows_of(one).items():
+        assert torch.equal(rows.values, rows_of(other)[name].values), name
+
+
+def test_a_model_that_reads_lengths_by_itself_is_not_captured(device: Device) -> None:
+    trained = Trained(device, graphed=True, optimizer="sgd")
+    plain = trained.outputs
+
+    def peeks(batch: Batch, rows: list[PreparedBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, predictions = plain(batch, rows)
+        return loss * int(batch.ids.splits[1]), predictions
+
+    assert trained.graph is not None
+    trained.graph._outputs = peeks
+    with pytest.raises(AcceleratorError, match="cannot be captured"):
+        trained.graph.train(trained.graph.send(next(ragged_batches(1))))
+
+
 def test_a_table_that_grows_is_captured_anew(device: Device) -> None:
     """Tables begin with 256 places, and get several thousand rows."""
     eager = Trained(device, graphed=False).train(batches(16, size=256, most=300))
@@ -219,6 +282,49 @@ def test_a_replayed_step_waits_for_nothing(device: Device) -> None:
         with nothing_waits(device):
             trained.graph.train(sent)
         trained.sparse.global_step += 1
+
+
+def test_predictions_stay_on_the_device_and_the_report_says_whether_they_are_finite(device: Device) -> None:
+    trained = Trained(device, graphed=True, optimizer="sgd")
+    plain = trained.outputs
+
+    def with_another(batch: Batch, rows: list[PreparedBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, predictions = plain(batch, rows)
+        return loss, {**predictions, "odd": batch.floats["age"].log()}
+
+    assert trained.graph is not None
+    trained.graph._outputs = with_another
+    seen = []
+    for number, batch in enumerate(batches(8, most=8)):
+        if number == 6:
+            batch.floats["age"][0, 0] = 1.0
+            batch.floats["age"][0, 1] = 0.0
+        sent = trained.graph.send(batch)
+        step = trained.graph.train(sent)
+        trained.sparse.global_step += 1
+        assert {head: (tuple(one.shape), one.device) for head, one in step.predictions.items()} == {
+            "click": ((SIZE,), device.torch_device),
+            "odd": ((SIZE, 2), device.torch_device),
+        }
+        trouble, loss, finite = step.wait()
+        assert trouble is None
+        assert loss == float(step.loss)
+        seen.append(finite)
+    assert trained.graph.captures == 1
+    odd = [number for number, finite in enumerate(seen) if not finite["odd"]]
+    assert odd == [6]
+    assert all(finite["click"] for finite in seen)
+
+
+def test_work_aside_comes_before_later_work_of_the_caller(device: Device) -> None:
+    trained = Trained(device, graphed=True, optimizer="sgd").train(batches(6, most=8))
+    assert trained.graph is not None
+    before = device.current_stream()
+    with trained.graph.aside():
+        assert device.current_stream() != before
+        made = torch.ones(3, device=device.torch_device).cumsum(0)
+    assert device.current_stream() == before
+    assert (made * 2).tolist() == [2.0, 4.0, 6.0]
 
 
 def test_rates_follow_a_schedule(device: Device) -> None:

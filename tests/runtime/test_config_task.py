@@ -324,6 +324,31 @@ def write_fids(folder: Path) -> str:
     return str(config)
 
 
+def test_a_run_may_store_embeddings_as_bfloat16_and_a_checkpoint_restores_with_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def values(checkpoint: str) -> list[float]:
+        rows = [find_id(checkpoint, "item", item) for item in range(50)]
+        return [
+            value for row in rows if row.status == "found" for one in row.segments for value in one.values
+        ]
+
+    def exact(checkpoint: str) -> bool:
+        held = torch.tensor(values(checkpoint))
+        return torch.equal(held, held.bfloat16().float())
+
+    config = str(write_project(tmp_path))
+    words = ["--quiet", "--json", "--log-level", "info"]
+    for steps, dtype in ((2, "bfloat16"), (4, "bfloat16"), (6, "float32"), (8, "bfloat16")):
+        caplog.clear()
+        chosen = ["--max-steps", str(steps), "--train.tables.embedding_dtype", dtype]
+        assert main(["train", "--config", config, *words, *chosen]) == 0
+        checkpoint = str(said(capsys)["checkpoint"])
+        assert values(checkpoint)
+        assert exact(checkpoint) == (dtype == "bfloat16")
+        assert ("rounded to the nearest" in caplog.text) == (steps == 8)  # the one before was float32
+
+
 def test_a_feature_says_what_its_rows_begin_with_and_how_many_to_make_room_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -82,6 +82,8 @@ ROWS: dict[str, tuple[Any, Callable[[SlotConfig], object], object]] = {
     "capacity_bytes": ("1MiB", lambda one: one.capacity_bytes, 1 << 20),
     "when_full": ("expire_oldest", lambda one: one.when_full, "expire_oldest"),
     "initial_rows": (1000, lambda one: one.initial_rows, 1000),
+    "embedding_dtype": ("bfloat16", lambda one: one.embedding_dtype, "bfloat16"),
+    "embedding_rounding": ("nearest", lambda one: one.embedding_rounding, "nearest"),
 }
 """Key of `[features.user]` -> a value, where it ends up, and as what."""
 

@@ -18,8 +18,9 @@ from train.tasks import Clicks
 
 from monolith.cuda import Device
 from monolith.errors import DivergedError
-from monolith.feature import Batch
+from monolith.feature import Batch, FeatureIds
 from monolith.runtime import Trainer
+from monolith.tensors import RaggedTensor
 from monolith.train import Hook, Mode, Outputs, StepResult, TrainConfig, TrainingRun
 from monolith.train.hooks import SaveConfig
 
@@ -93,6 +94,47 @@ def test_a_run_says_that_steps_are_replayed_and_ends_as_without(
     assert found[1][3] == found[0][3] == 12 * 16
     windows = [[row.value for row in one[2]["click/mae"]] for one in found]
     assert len(windows[0]) == 6
+    assert windows[1] == pytest.approx(windows[0], rel=1e-4)
+
+
+@dataclass(frozen=True)
+class Ragged(Spoiled):
+    """Its examples have several items, or none."""
+
+    batches: int = 16
+
+    def dataset(self, mode: Mode) -> Any:
+        draw = torch.Generator().manual_seed(3)
+        for batch in super().dataset(mode):
+            lengths = torch.randint(0, 5, (len(batch),), generator=draw)
+            lengths[0] = 2
+            items = torch.randint(0, 40, (int(lengths.sum()),), generator=draw)
+            ids = FeatureIds.pack(
+                {
+                    "user": batch.ids["user"],
+                    "item": RaggedTensor.from_row_lengths(items, lengths),
+                    "context": batch.ids["context"],
+                },
+                event_time=batch.ids.event_time,
+            )
+            yield replace(batch, ids=ids)
+
+
+@pytest.mark.parametrize("bad", [(), (7, 8)])
+def test_a_run_on_ragged_features_is_replayed_too(
+    device: Device, bad: Sequence[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "monolith.runtime.step")
+    found = []
+    for graphs in (False, True):
+        rows, steps = Rows(), Steps()
+        report = run(device, Ragged(bad=bad), rows, steps, step_graphs=graphs)
+        found.append((rows.found, report.windows))
+        assert ("replayed as CUDA graphs, one launch each: batches of 16" in caplog.text) == graphs
+        assert report.step == 16 - len(bad)
+    assert "ids each, padded" in caplog.text
+    assert_same_rows(found[1][0], found[0][0])
+    windows = [[row.value for row in one[1]["click/mae"]] for one in found]
     assert windows[1] == pytest.approx(windows[0], rel=1e-4)
 
 

@@ -34,6 +34,11 @@ FOUND = [
         "a split counted as finished though its last chunk was lost with the dispatcher's power",
     ),
     (
+        "together",
+        2767,
+        "a worker's earlier attempt, cut off when the run restarted, took chunks that the run did not train",
+    ),
+    (
         "checkpoints",
         2014,
         "a step was saved again, and a later increment of its old content stayed the newest checkpoint",

@@ -22,6 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from monolith import filesystem
 from monolith.cli.data_service import reachable_host, say, told_to_stop
 from monolith.cli.options.flags import SecurityOptions, guard_of, limits_of, run_config_of, security_of
@@ -72,6 +74,7 @@ def run(options: ServeOptions) -> int:
     if options.processes > 1:
         return serve_together(options)
     config = serve_config(options)
+    torch.set_num_threads(config.predict_threads)  # of all threads of this process
     folders = [chosen_folder(text, options, config) for text in options.folders]
     names = [one.name for one in folders]
     if len(set(names)) < len(names):

@@ -19,11 +19,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from monolith.data.records import Records
 
 T = TypeVar("T")
+
+Part = Callable[[], "Sequence[Chunk]"]
+"""A part of a file that was read and not parsed yet: parses it, once and in any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,15 @@ class Format(ABC):
 
     # Optional abilities
 
+    def parts(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Part]:
+        """Yield the same chunks as `chunks`, in parts that several threads may parse at the same time.
+
+        One thread iterates, and what that does is little: it reads the bytes, and finds where a part ends.
+        By default all work is done there.
+        """
+        for chunk in self.chunks(path, start=start, columns=columns):
+            yield partial(_one, chunk)
+
     def in_pieces(self, piece_bytes: int) -> Self:
         """Return the same format with chunks that are pieces: about so many bytes, or a row group."""
         del piece_bytes
@@ -135,6 +148,10 @@ class Format(ABC):
         return None
 
 
+def _one(chunk: Chunk) -> Sequence[Chunk]:
+    return (chunk,)
+
+
 class TextFormat(Format):
     """A format of lines, whose places are bytes. Its files may be read while another process appends to them.
 
@@ -150,11 +167,18 @@ class TextFormat(Format):
     def text(self) -> TextFormat:
         return self
 
-    @abstractmethod
     def chunks(
         self, path: str, *, start: int = 0, columns: Sequence[str] | None = None, end: int | None = None
     ) -> Iterator[Chunk]:
         """Yield the records of a file from byte `start` on, up to byte `end` if it is given; see `Format`."""
+        for parse in self.parts(path, start=start, columns=columns, end=end):
+            yield from parse()
+
+    @abstractmethod
+    def parts(
+        self, path: str, *, start: int = 0, columns: Sequence[str] | None = None, end: int | None = None
+    ) -> Iterator[Part]:
+        """Yield the same, unparsed; see `Format`."""
 
     @abstractmethod
     def finished_bytes(self, piece: bytes) -> int:

@@ -385,6 +385,21 @@ class WorkQueueSource(ABC):
             The position of a replacement of that worker: it has no work yet.
         """
 
+    def take_back(self, others: Sequence[Position]) -> bool:
+        """Return to the queue what other workers took from it and never trained, as the chief.
+
+        For the end of a run, when every worker has trained all of its work and left. A process of an earlier
+        attempt of the run that was cut off may have taken work since, and nothing it trains counts.
+
+        Args:
+            others: The last positions of the workers that left, without the chief's own.
+
+        Returns:
+            Whether there was any, so that the queue has work again.
+        """
+        del others
+        return False
+
     @abstractmethod
     def defer_to_chief(self) -> None:
         """Leave it to the chief to give back this worker's work: closing the source keeps its leases.

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from monolith.errors import ConfigError, DuplicateNameError, EmptySlotError, FeatureError
 from monolith.feature.combiners import Combiner, Sum
@@ -38,7 +38,7 @@ from monolith.table import (
     merge,
 )
 from monolith.table.compressors import Compressor
-from monolith.table.config import Initializer
+from monolith.table.config import EmbeddingDtype, EmbeddingRounding, Initializer, check_embedding_storage
 from monolith.table.optimizers import Optimizer
 
 _FOREVER = timedelta(days=36500)
@@ -88,6 +88,11 @@ class SlotConfig:
     """What happens at that ceiling; see `TableConfig`."""
     initial_rows: int = 0
     """The initial capacity of the slot's table, in rows; 0 leaves it to the run."""
+    embedding_dtype: EmbeddingDtype | None = None
+    """How the slot's table stores embeddings while they are trained, bias included; see `TableConfig`. None
+    leaves it to the run."""
+    embedding_rounding: EmbeddingRounding | None = None
+    """How steps are rounded to bfloat16; see `TableConfig`. None leaves it to the run."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -98,6 +103,7 @@ class SlotConfig:
             raise ConfigError(
                 f"slot {self.name!r}: slot_id must be from 0 to {MAX_SLOTS_V2 - 1}, got {self.slot_id}"
             )
+        check_embedding_storage(f"slot {self.name!r}", self.embedding_dtype, self.embedding_rounding)
         if self.occurrence_threshold < 0:
             raise ConfigError(
                 f"slot {self.name!r}: occurrence_threshold must be 0 or more, got {self.occurrence_threshold}"
@@ -255,7 +261,13 @@ class SlotTables:
 
 
 def collect_tables(
-    slots: Iterable[FeatureSlot], *, seed: int = 0, merge_equal: bool = False, initial_rows: int = 0
+    slots: Iterable[FeatureSlot],
+    *,
+    seed: int = 0,
+    merge_equal: bool = False,
+    initial_rows: int = 0,
+    embedding_dtype: EmbeddingDtype = "float32",
+    embedding_rounding: EmbeddingRounding = "stochastic",
 ) -> SlotTables:
     """Settle which tables the slots need and what their rows are.
 
@@ -265,12 +277,14 @@ def collect_tables(
             those whose ids are fids (`slot_id`), since equal ids of two slots would be one row; and neither
             those with a table by name nor those with a ceiling of their own.
         initial_rows: The initial capacity of the table of each slot, in rows, if the slot has none.
+        embedding_dtype, embedding_rounding: How tables store embeddings, if the slot does not say.
 
     Raises:
         DuplicateNameError: Two slots have one name.
         EmptySlotError: A slot has no slice, so its rows would be empty.
         ConfigError: Slots that share a table have different rows, or limits of their own without a slot_id.
     """
+    storage = _Storage(embedding_dtype, embedding_rounding)
     groups: dict[str, list[FeatureSlot]] = {}
     seen: dict[str, FeatureSlot] = {}
     for slot in slots:
@@ -281,14 +295,14 @@ def collect_tables(
         group = groups.setdefault(slot.config.table or slot.name, [])
         if slot not in group:
             group.append(slot)
-    merged = _merged(groups, seed) if merge_equal else {}
+    merged = _merged(groups, seed, storage) if merge_equal else {}
     for name, config in merged.items():
         groups[name] = [slot for table, _ in config.merged for slot in groups.pop(table)]
     configs: dict[str, TableConfig] = {}
     thresholds: dict[str, SlotThresholds] = {}
     table_of: dict[str, str] = {}
     for name, group in sorted(groups.items()):
-        config, thresholds[name] = _table(name, group, seed)
+        config, thresholds[name] = _table(name, group, seed, storage)
         rows = sum(slot.config.initial_rows or initial_rows for slot in group)
         config = replace(config, initial_rows=rows)
         if name in merged:
@@ -299,7 +313,17 @@ def collect_tables(
     return SlotTables(configs, thresholds, table_of)
 
 
-def _merged(groups: Mapping[str, list[FeatureSlot]], seed: int) -> dict[str, TableConfig]:
+class _Storage(NamedTuple):
+    """How tables store embeddings, unless a slot says otherwise."""
+
+    dtype: EmbeddingDtype
+    rounding: EmbeddingRounding
+
+    def of(self, slot: SlotConfig) -> _Storage:
+        return _Storage(slot.embedding_dtype or self.dtype, slot.embedding_rounding or self.rounding)
+
+
+def _merged(groups: Mapping[str, list[FeatureSlot]], seed: int, storage: _Storage) -> dict[str, TableConfig]:
     """Return the tables that several slots with equal rows are merged into, by name."""
     equal: dict[AdmissionConfig, dict[str, TableConfig]] = {}
     numbers: dict[str, int] = {}
@@ -309,7 +333,13 @@ def _merged(groups: Mapping[str, list[FeatureSlot]], seed: int) -> dict[str, Tab
             continue
         numbers[name] = config.slot_id
         # Times to expire and thresholds may differ: a table of several slots has them by slot.
-        row = TableConfig(name=name, segments=first.segments, seed=seed)
+        row = TableConfig(
+            name=name,
+            segments=first.segments,
+            seed=seed,
+            embedding_dtype=storage.of(config).dtype,
+            embedding_rounding=storage.of(config).rounding,
+        )
         equal.setdefault(config.admission, {})[name] = row
     found = [group for configs in equal.values() for group in merge(configs) if len(group.slots) > 1]
     return {
@@ -318,7 +348,9 @@ def _merged(groups: Mapping[str, list[FeatureSlot]], seed: int) -> dict[str, Tab
     }
 
 
-def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig, SlotThresholds]:
+def _table(
+    name: str, slots: list[FeatureSlot], seed: int, storage: _Storage
+) -> tuple[TableConfig, SlotThresholds]:
     first = slots[0]
     config = TableConfig(
         name=name,
@@ -326,6 +358,8 @@ def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig,
         seed=seed,
         capacity_bytes=first.config.capacity_bytes,
         when_full=first.config.when_full,
+        embedding_dtype=storage.of(first.config).dtype,
+        embedding_rounding=storage.of(first.config).rounding,
     )
     if len(slots) == 1:
         # Its ids need not be fids, so whatever their high bits say, they are this slot's.
@@ -338,7 +372,13 @@ def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig,
                 f"slots {first.name!r} and {slot.name!r} share table {name!r} and have different rows: "
                 f"{_rows(first)} and {_rows(slot)}. Give them the same slices, or tables of their own."
             )
-        for shared in ("capacity_bytes", "when_full", "admission"):
+        for shared in (
+            "capacity_bytes",
+            "when_full",
+            "admission",
+            "embedding_dtype",
+            "embedding_rounding",
+        ):
             if getattr(slot.config, shared) != getattr(first.config, shared):
                 raise ConfigError(
                     f"slots {first.name!r} and {slot.name!r} share table {name!r}: "

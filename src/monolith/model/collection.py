@@ -47,6 +47,7 @@ from monolith.feature import (
 from monolith.feature.cuda import DeviceBatch, DeviceGatherer
 from monolith.feature.cuda.host_rows import HostRowBatch, HostRowGatherer
 from monolith.store import LocalStore, MakeStore, Store, TableIds
+from monolith.table.config import EmbeddingDtype, EmbeddingRounding
 from monolith.tensors import RaggedTensor
 
 _log = logging.getLogger(__name__)
@@ -187,7 +188,14 @@ class EmbeddingCollection(nn.Module):
         assert self._store is not None
         return self._store
 
-    def arrange(self, *, merge_equal: bool = False, initial_rows: int = 0) -> None:
+    def arrange(
+        self,
+        *,
+        merge_equal: bool = False,
+        initial_rows: int = 0,
+        embedding_dtype: EmbeddingDtype = "float32",
+        embedding_rounding: EmbeddingRounding = "stochastic",
+    ) -> None:
         """Say how slots become tables; see `collect_tables`. Called before `bind`.
 
         Raises:
@@ -199,7 +207,12 @@ class EmbeddingCollection(nn.Module):
             )
         slots = (column.slot for column in self._columns.values())
         self.slot_tables = collect_tables(
-            slots, seed=self._seed, merge_equal=merge_equal, initial_rows=initial_rows
+            slots,
+            seed=self._seed,
+            merge_equal=merge_equal,
+            initial_rows=initial_rows,
+            embedding_dtype=embedding_dtype,
+            embedding_rounding=embedding_rounding,
         )
         self._features = _features(self._columns, self.slot_tables)
         dims = {name: config.dim for name, config in self.slot_tables.configs.items()}
@@ -295,13 +308,15 @@ class EmbeddingCollection(nn.Module):
     def send(self, batch: Input) -> DeviceBatch:
         """Start copying the IDs of a batch to the device that has the rows; from any thread.
 
+        Those of ragged features are padded, so that many batches have one shape: see `DeviceGatherer`.
+
         Raises:
             FeatureError: Rows are not on a device.
         """
         reader = self._reader()
         if not isinstance(reader, DeviceGatherer):
             raise FeatureError("the rows of this collection are in host memory: its IDs stay there")
-        return reader.read(_ids(batch))
+        return reader.read(_ids(batch), padded=True)
 
     def prepare(self, batch: Input, found: GatheredBatch | None = None) -> PreparedBatch:
         """Look up the rows of a batch ahead of the step that uses it; from any thread.

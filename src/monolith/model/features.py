@@ -53,6 +53,7 @@ from monolith.table import (
     StochasticRounding,
 )
 from monolith.table.compressors import Compressor
+from monolith.table.config import EmbeddingDtype, EmbeddingRounding
 
 _OF_ROWS = (
     "slot",
@@ -72,6 +73,8 @@ _OF_ROWS = (
     "when_full",
     "bias_initializer",
     "initial_rows",
+    "embedding_dtype",
+    "embedding_rounding",
 )
 _POOLED: dict[str, Combiner] = {"sum": Sum(), "mean": Mean(), "max": Max()}
 
@@ -129,6 +132,11 @@ class Feature:
     """What happens at that ceiling; see `TableConfig`. None refuses new rows."""
     initial_rows: int = 0
     """Rows that the feature's table has room for from the start; 0 leaves it to the run."""
+    embedding_dtype: EmbeddingDtype | None = None
+    """How the feature's table stores embeddings while they are trained, bias included; see `TableConfig`.
+    None leaves it to the run."""
+    embedding_rounding: EmbeddingRounding | None = None
+    """How steps are rounded to bfloat16; see `TableConfig`. None leaves it to the run."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -173,6 +181,8 @@ class Feature:
             capacity_bytes=self.capacity_bytes,
             when_full=self.when_full or "refuse",
             initial_rows=self.initial_rows,
+            embedding_dtype=self.embedding_dtype,
+            embedding_rounding=self.embedding_rounding,
         )
 
 
@@ -215,6 +225,8 @@ def features_of(spec: FeatureSpec) -> list[Feature]:
                 bias_learning_rate=one.bias_learning_rate,
                 capacity_bytes=one.capacity_bytes,
                 when_full=one.when_full,
+                embedding_dtype=one.embedding_dtype,
+                embedding_rounding=one.embedding_rounding,
             )
         )
         if isinstance(one, SequenceFeature) and one.times is not None:

@@ -11,13 +11,15 @@ Nothing in a step waits for the device. What the host would look at before it co
 device or looked at later:
 
     is the batch finite?    the update of weights is undone and no row gets a place if not (`BatchVerdict`)
-    loss, predictions       in the report of the step, which arrives some steps later
+    loss                    in the report of the step, which arrives some steps later
+    predictions             stay on the device: metrics are computed there (`aside`)
     room for new ids        tables keep room for several batches; their counters come back later, too
     rates, the global step  in device memory
 
 A graph has addresses in it. It is captured anew after anything that it reads or writes has moved: a table
 that grew, an optimizer whose state was restored. Batches of a shape that is not captured, or not yet, are
-trained by the same launches one by one.
+trained by the same launches one by one. Ragged batches are padded to a shape that many of them have; see
+`DeviceGatherer`.
 """
 
 from __future__ import annotations
@@ -83,39 +85,43 @@ class GraphedStep:
 
     Attributes:
         loss: float32 of shape ().
-        predictions: By head, as the model gave them, in float32.
+        predictions: By head, as the model gave them, in float32. They stay on the device.
     """
 
     def __init__(
-        self, report: Tensor, landing: Landing, heads: Mapping[str, torch.Size], verdict: BatchVerdict
+        self, report: Tensor, transfers: Transfers, heads: Mapping[str, torch.Size], verdict: BatchVerdict
     ):
         self._verdict = verdict
-        self._heads = heads
-        self._landing = landing
-        self.loss, self.predictions = self._cut(report)
+        self._heads = tuple(heads)
+        # A report: what the verdict found, the loss, whether each head is finite, and the predictions.
+        self._first = first = 1 + len(_KINDS)
+        at = first + 1 + len(heads)
+        self._landing: Landing = transfers.land(report[:at])
+        self.loss = report[first]
+        self.predictions: dict[str, Tensor] = {}
+        for head, shape in heads.items():
+            self.predictions[head] = report[at : at + shape.numel()].view(shape)
+            at += shape.numel()
 
-    def wait(self) -> tuple[str | None, Tensor, dict[str, Tensor]]:
-        """Wait for the report; return why the batch was refused, if so, the loss and the predictions.
+    def wait(self) -> tuple[str | None, float, dict[str, bool]]:
+        """Wait for the report; return why the batch was refused, if so, the loss, and which heads are finite.
 
-        They are on the CPU, and copies. Call it once.
+        Call it once.
         """
-        report = self._landing.wait().clone()
+        report = self._landing.wait().tolist()
         self._landing.release()
-        found = [int(count) for count in report[: 1 + len(_KINDS)].tolist()]
-        return self._verdict.describe(found), *self._cut(report)
+        found = [int(count) for count in report[: self._first]]
+        finite = (bool(one) for one in report[self._first + 1 :])
+        return (
+            self._verdict.describe(found),
+            report[self._first],
+            dict(zip(self._heads, finite, strict=True)),
+        )
 
     @property
     def arrived(self) -> bool:
         """Whether `wait` returns at once."""
         return self._landing.arrived
-
-    def _cut(self, report: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        at = 2 + len(_KINDS)
-        found = {}
-        for head, shape in self._heads.items():
-            found[head] = report[at : at + shape.numel()].view(shape)
-            at += shape.numel()
-        return report[1 + len(_KINDS)], found
 
 
 class _EventTime:
@@ -149,8 +155,15 @@ class _Shape:
         # fails to be captured. With ids of the first batch it would be wrong for all others.
         unknown = torch.empty(given.ids.ids.shape, dtype=torch.int64, device="meta")
         second: Any = _EventTime()
+        hidden = replace(given.ids, ids=unknown, event_times=None, event_time=second)
+        if any(one.ragged for one in self.ids):  # and so are their lengths, and weights
+            splits = torch.empty_like(given.ids.splits, device="meta")
+            weights = (
+                None if given.ids.weights is None else torch.empty_like(given.ids.weights, device="meta")
+            )
+            hidden = replace(hidden, splits=splits, weights=weights)
         self.batch = Batch(
-            replace(given.ids, ids=unknown, event_times=None, event_time=second),
+            hidden,
             {name: next(numbers).view(one.shape) for name, one in given.floats.items()},
             {name: next(numbers).view(one.shape) for name, one in given.labels.items()},
         )
@@ -165,6 +178,11 @@ class _Shape:
         self.seen = 0
         self.graph: DeviceGraph | None = None
         self.captured_with: object = None
+
+    def describe(self) -> str:
+        if not any(one.ragged for one in self.ids):
+            return f"{len(self.batch):,}"
+        return f"{len(self.batch):,} with {sum(len(one.ids) for one in self.ids):,} ids each, padded"
 
     def fill(self, sent: SentBatch) -> None:
         """Copy a batch to where steps read it, on the current stream."""
@@ -194,6 +212,7 @@ class StepGraph:
     Attributes:
         trouble: Why nothing is captured any more; None while all is well.
         captures: How often a shape was captured.
+        replays: How many steps were replayed.
     """
 
     def __init__(
@@ -229,7 +248,7 @@ class StepGraph:
             sparse.multiply_rows_by = self._config.multiply_rows_by
         self._transfers = Transfers(self.device)
         with self.device.active():
-            self._stream = self.device.new_stream()
+            self._stream, self._aside = self.device.new_stream(), self.device.new_stream()
             where = self.device.torch_device
             self.verdict = BatchVerdict(self.device, _KINDS)
             self.number = torch.zeros(1, dtype=torch.int64, device=where)
@@ -245,7 +264,7 @@ class StepGraph:
         self._host_steps: list[Tensor] = []
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self.trouble: str | None = None
-        self.captures = 0
+        self.captures = self.replays = 0
 
     @property
     def hot_rows(self) -> list[HotRows]:
@@ -327,9 +346,9 @@ class StepGraph:
             self._number_is = step + 1
             assert shape.report is not None
             report = shape.report.clone()  # the next replay overwrites it
-            landing = self._transfers.land(report)
+            found = GraphedStep(report, self._transfers, shape.heads, self.verdict)
             caller.keep(report)
-        return GraphedStep(report, landing, shape.heads, self.verdict)
+        return found
 
     @contextmanager
     def on_stream(self) -> Iterator[DeviceStream]:
@@ -349,6 +368,23 @@ class StepGraph:
             finally:
                 caller.wait_for(self._stream)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Put the work of a block on a stream of its own, for results of steps that are known to be done.
+
+        It does not wait for the steps that were launched since, as the caller's stream does: the host may
+        wait for this work without waiting for them. Later work of the caller, and the next step, come after
+        it: they may reuse memory that it reads.
+        """
+        device = self.device
+        with device.active():
+            caller = device.current_stream()
+            try:
+                with device.on(self._aside):
+                    yield
+            finally:
+                caller.wait_for(self._aside)
+
     def refused(self) -> None:
         """Take note that a step left no trace: the step counts less by one, as on the device."""
         self._number_is -= 1
@@ -365,7 +401,7 @@ class StepGraph:
 
     def describe(self) -> str:
         """Describe what is captured, and the device memory that it needs, for a log."""
-        sizes = ", ".join(f"{len(one.batch):,}" for one in self._shapes.values() if one.graph is not None)
+        sizes = ", ".join(one.describe() for one in self._shapes.values() if one.graph is not None)
         own = sum(t.numel() * t.element_size() for one in self._shapes.values() for t in one.numbers)
         own += sum(8 * len(ids.ids) for one in self._shapes.values() for ids in one.ids)
         own += 0 if self._kept is None else self._kept[1].bytes
@@ -396,6 +432,7 @@ class StepGraph:
                 return False
             counts = torch._foreach_add(self._host_steps, 1) if self._host_steps else []
             shape.graph.replay()
+            self.replays += 1
             if counts:  # a device that replays by calling again has counted, too
                 torch._foreach_copy_(self._host_steps, list(counts))
             for one in replays:
@@ -460,7 +497,15 @@ class StepGraph:
             if shape.said is None:  # not in a capture: batches of this shape were trained before
                 shape.said = torch.zeros_like(torch.cat(said))
             shape.said.copy_(torch.where(applied, torch.cat(said), shape.said))
-            shape.report = torch.cat([self.verdict.found.to(torch.float32), shape.said])
+            sizes = [one.numel() for one in said]
+            finite = [one.isfinite().all().to(torch.float32) for one in torch.split(shape.said, sizes)[1:]]
+            parts = (
+                self.verdict.found.to(torch.float32),
+                shape.said[:1],
+                *(one.view(1) for one in finite),
+                shape.said[1:],
+            )
+            shape.report = torch.cat(parts)
             self.number.add_(applied)
 
     def _update(self, shape: _Shape, loss: Tensor, kept: Kept) -> None:

@@ -292,6 +292,13 @@ class CompressorKind(enum.Enum):
 
     ONE_BIT = 3
 
+class ValueStorage(enum.Enum):
+    FLOAT32 = 0
+
+    BFLOAT16_NEAREST = 1
+
+    BFLOAT16_STOCHASTIC = 2
+
 class OptimizerSpec:
     """A sparse optimizer and its settings, by the names of the configs."""
 
@@ -478,7 +485,7 @@ class TableStats:
 class Table:
     """Maps int64 ids to rows of floats. Thread-safe."""
 
-    def __init__(self, *, segments: Sequence[SegmentSpec], serving: bool, skip_zero: bool, expire_when_full: bool, seed: int, initial_rows: int, capacity_bytes: int, expire_seconds: int, slot_expire_seconds: Sequence[tuple[int, int]], admission: Admission | None, touched: TouchedKeySet | None, workers: Workers | None) -> None: ...
+    def __init__(self, *, segments: Sequence[SegmentSpec], serving: bool, storage: ValueStorage, skip_zero: bool, expire_when_full: bool, seed: int, initial_rows: int, capacity_bytes: int, expire_seconds: int, slot_expire_seconds: Sequence[tuple[int, int]], admission: Admission | None, touched: TouchedKeySet | None, workers: Workers | None) -> None: ...
 
     @property
     def dim(self) -> int: ...
@@ -1057,6 +1064,11 @@ def first_csv_record(dialect: CsvDialect, buffer: object, last: bool) -> tuple[i
     (its end, its fields); None if the buffer, which `last` calls the file's end, has none. ValueError if it is no record.
     """
 
+def find_csv_chunk_end(dialect: CsvDialect, buffer: object, last: bool, chunk_bytes: int) -> tuple[bool, int]:
+    """
+    (whole, end) of the chunk of records that begin in the first `chunk_bytes`, at least one. If not whole: drop `end` bytes, and show the rest again with more. `last`: the file ends there.
+    """
+
 class CsvSniffer:
     """Finds the narrowest types that fit the first records."""
 
@@ -1112,6 +1124,44 @@ class CsvParser:
         Read the records that begin in the first `chunk_bytes`, at least one. `last`: the file ends there.
         """
 
+def find_lines_chunk_end(buffer: object, last: bool, chunk_bytes: int, record_bytes: int) -> tuple[bool, int]:
+    """
+    (whole, end) of the chunk of lines that begin in the first `chunk_bytes`, at least one. If not whole: drop `end` bytes, and show the rest again with more. `last`: the file ends there.
+    """
+
+class ParsedJson:
+    """Records by column, and the texts that only Python can judge."""
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def odd(self) -> list[tuple[int, int, int]]:
+        """
+        (records before it, begin, size), in order; of texts, begin is the number of the text.
+        """
+
+    def take_block(self) -> ColumnBlock:
+        """
+        The columns as asked for, to gather rows of; there are none the next time.
+        """
+
+class JsonParser:
+    """Objects of plain values straight to columns. Thread-safe."""
+
+    def __init__(self, columns: Sequence[tuple[str, ColumnType, bool]], others: Sequence[str] | None) -> None:
+        """
+        `columns` are (key, type, whether whole numbers are taken as texts), `others` the keys to ignore; None ignores all.
+        """
+
+    def parse_lines(self, buffer: object, record_bytes: int) -> ParsedJson:
+        """Read an object per line; a longer line is cut, and odd."""
+
+    def parse_texts(self, texts: list[bytes], workers: Workers | None = None) -> list[ParsedJson]:
+        """
+        Read an object per text; the texts in one part or, with workers, in several.
+        """
+
 class ColumnBlock:
     """The columns of some records, to gather rows of. Immutable."""
 
@@ -1128,9 +1178,14 @@ class ColumnBlock:
     def nbytes(self) -> int:
         """Memory of all columns."""
 
-def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64]) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
+def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], columns: Sequence[int] | None = None) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
     """
-    (values, splits of rows, splits of texts) of each column, for these rows of these blocks, in order; the blocks have the same columns.
+    (values, splits of rows, splits of texts) of each column, or of some, for these rows of these blocks, in order; the blocks have the same columns.
+    """
+
+def hash_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], columns: Sequence[tuple[int, bool]], seed: int) -> NDArray[numpy.uint64]:
+    """
+    A hash of what each of these rows has in some columns, given as (number, whether it holds times).
     """
 
 class CudaError(RuntimeError):

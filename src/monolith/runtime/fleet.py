@@ -87,6 +87,7 @@ from monolith.wire.messages import Nothing, write_message
 _log = logging.getLogger(__name__)
 
 A = TypeVar("A")
+T = TypeVar("T")
 
 
 NEWS_EVERY = timedelta(seconds=POLL)
@@ -808,15 +809,26 @@ class Fleet:
 
     def still_training(self) -> list[int]:
         """Wait up to a second, as the chief, for all other workers to leave; return those that have not."""
+        missing = self._unless_lost(lambda: self._missing(wait=1.0))
+        if missing is None:
+            return list(self._listener.present if self.hands_out and self._listener else self._all_others)
+        return missing
+
+    def positions_of_others(self) -> list[Position] | None:
+        """Return the last positions of all other workers that ever joined, as the chief; None: ask again."""
+        states = self._unless_lost(self._states)
+        return None if states is None else [state.position for state in states.values()]
+
+    def _unless_lost(self, ask: Callable[[], T]) -> T | None:
+        """Return what the coordination service says; None if it was lost with server 0, to ask again."""
         try:
-            return self._missing(wait=1.0)
+            return ask()
         except RetryableError:
-            # The coordination service was lost with server 0: ask again once that is replaced.
             if self._how is None:
                 raise
             self.check()
             self._how.sleep(LOOK_EVERY)
-            return list(self._listener.present if self.hands_out and self._listener else self._all_others)
+            return None
 
     @property
     def _all_others(self) -> range:

@@ -248,6 +248,14 @@ class FleetCoordinator:
             return Continue(save=self._save_wanted)
         self._deadline = None
         if not fleet.has_departing:
+            # All work was given out, but not necessarily to workers of this run.
+            assert self._work_queue is not None
+            others = fleet.positions_of_others()
+            if others is None:
+                return Continue(save=self._save_wanted)
+            if self._work_queue.take_back(others):
+                _log.warning("a process that is not in this run had taken work; it is read again")
+                return Rebalance(None)
             return Stop(reason=DATA_ENDED)
         concurrency.sleep(LOOK_EVERY)  # the last steps of a departed worker are being saved
         return Continue(save=self._save_wanted)

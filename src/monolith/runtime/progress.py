@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-import torch
-
 from monolith import concurrency
 from monolith.data import Stream
 from monolith.data.source import Position
@@ -210,7 +208,7 @@ class RowExpiry:
     def observe(self, ids: FeatureIds) -> None:
         """Take note of a batch that is trained on."""
         times = ids.event_times
-        self._clock.observe(torch.full((len(ids),), ids.event_time) if times is None else times)
+        self._clock.observe(ids.event_time if times is None else times, len(ids))
 
     def now(self) -> int | None:
         """Return the time by which rows expire, in Unix seconds; None while it is not known."""

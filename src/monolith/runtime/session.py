@@ -76,6 +76,7 @@ class Session:
         self.batches = TrainingBatches(model, stream, coordinator, config, idle=self._idle, clock=clock)
         self.training_step = TrainingStep(coordinator, model, self.batches, self.progress, clock=clock)
         self.training_step.measure = self.metrics.update
+        self.metrics.aside = self.training_step.aside
         every = config.evict_every_steps
         self._evictions = None if every is None else Every(every)
         self.rejoined = False

@@ -76,8 +76,9 @@ class TrainingStep:
         """How often the coordinator was asked since the last step; more than once if this process waited."""
         self.paused = False
         """Whether waiting for data stopped for a save, so that the data has not ended."""
-        self.measure: Callable[[Mapping[str, Tensor], Batch], None] = lambda *_: None
-        """Given the predictions of steps that were launched as graphs, once they are in host memory."""
+        self.measure: Callable[[Mapping[str, Tensor], Batch, Mapping[str, bool]], None] = lambda *_: None
+        """Given the predictions of steps that were launched as graphs, on the device, once they are known to
+        be trained; and whether those of each head are finite."""
         self._unsettled: deque[tuple[GraphedStep, Batch]] = deque()
         self._schedule_ahead = 0  # steps that the schedule has moved for and that were refused
         self._said_captured = False
@@ -167,10 +168,10 @@ class TrainingStep:
         progress = self._progress
         while len(self._unsettled) > keep:
             step, batch = self._unsettled.popleft()
-            trouble, _, predictions = step.wait()
+            trouble, _, finite = step.wait()
             if trouble is None:
                 progress.skipping.note_trained()
-                self.measure(predictions, batch)
+                self.measure(step.predictions, batch, finite)
                 continue
             # The batch left no trace on the device, and leaves none here. Only a schedule of learning rates
             # was one step ahead for a few steps: it waits now.
@@ -180,6 +181,10 @@ class TrainingStep:
             progress.examples -= len(batch)
             self._schedule_ahead += 1
             progress.skipping.note(NonFiniteError(trouble), progress.step, batch)
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Return a block for work on settled steps, which the host can wait for without later steps."""
+        return nullcontext() if self._graph is None else self._graph.aside()
 
     def close(self) -> None:
         """Drop the graphs of steps; none is taken afterwards."""

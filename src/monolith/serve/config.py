@@ -90,6 +90,8 @@ class ServeLimits(Checked):
     """Largest number of requests that are read, queued or answered at a time."""
     queue: int = 512
     """Largest number of requests that wait for one version of a model."""
+    queue_rows: int = 262_144
+    """Largest number of rows that wait for one version of a model, of all requests together."""
     timeout: timedelta = timedelta(seconds=10)
     """Longest time for a request, whatever deadline its client sets."""
     read_timeout: timedelta = timedelta(seconds=10)
@@ -112,6 +114,7 @@ class ServeLimits(Checked):
             "rows",
             "concurrency",
             "queue",
+            "queue_rows",
             "body_rate",
             "connections",
             "peer_connections",
@@ -129,7 +132,8 @@ class BatchingConfig(Checked):
     """How requests are batched."""
 
     max_rows: int = 1024
-    """Largest number of rows in a batch; a larger request runs alone."""
+    """Largest number of rows in a batch. A larger request runs in pieces, and others are answered between
+    them."""
     max_delay: timedelta = timedelta(0)
     """How long a request may wait for others while the model is idle. 0 batches only the requests that arrive
     while the model is busy."""
@@ -263,8 +267,9 @@ class ServeConfig(Checked):
     """Time for requests in flight to finish after the server was told to stop."""
     threads: int = 64
     """Number of requests of one transport that are handled at a time."""
-    predict_threads: int | None = None
-    """Threads that compute one batch; None uses as many as torch does."""
+    predict_threads: int = 1
+    """Threads that compute one batch, of torch, too. More than one wait for each other busily, which is
+    quicker only for batches of thousands of rows; `batching.runners` computes several batches at a time."""
     access_log: float = 0.0
     """Fraction of answered requests that are logged, 0 to 1; of refused requests, ten per second are."""
 
@@ -289,7 +294,7 @@ class ServeConfig(Checked):
             yield Problem(("access_log",), "must be from 0 to 1")
         if self.poll <= timedelta(0):
             yield Problem(("poll",), "must be more than 0")
-        if self.predict_threads is not None and self.predict_threads < 1:
+        if self.predict_threads < 1:
             yield Problem(("predict_threads",), "must be at least 1")
         for name in ("splits", "shadows"):
             for text in getattr(self, name):

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monolith.errors import ConfigError
+from monolith.table.hashing import mix_one
 from monolith.table.optimizers import label
 
 Floats = NDArray[np.float32]
@@ -222,3 +223,51 @@ def round_to_half(values: Floats, chances: Floats) -> Floats:
         rounded = np.where(chances <= (bounded - down) / (up - down), up, down)
     exact = (nearest == bounded) | np.isnan(bounded)
     return np.where(exact, bounded, rounded).astype(np.float32)
+
+
+# bfloat16: float32 without its low 16 bits, as tables store embeddings with embedding_dtype="bfloat16". The
+# compiled arithmetic is in native/include/bfloat16.h and gives the same bits.
+
+
+def nearest_bfloat16(values: Floats) -> Floats:
+    """Round each value to the nearest bfloat16, ties to even; the result stays float32.
+
+    No finite value becomes infinite: beyond the largest bfloat16 the low bits are cut off.
+
+    Args:
+        values: float32.
+    """
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return _cut_off(bits, np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)))
+
+
+def stochastic_bfloat16(values: Floats, *, seed: int, row_id: int, step: int) -> Floats:
+    """Round the values of a row up or down, up as often as the low bits that are cut off are large.
+
+    The chance is a hash of the seed, the ID, the step, the column and the value.
+
+    Args:
+        values: float32 of shape (dim,), the whole row.
+        seed: The table's.
+    """
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    key = mix_one(mix_one(row_id) + mix_one(seed) + mix_one(step))
+    low, high = np.uint32(key & 0xFFFF_FFFF), np.uint32(key >> 32)
+    h = (bits ^ low) + np.uint32(0x9E3779B9) * np.arange(1, len(bits) + 1, dtype=np.uint32)
+    h = (h ^ h >> np.uint32(16)) * np.uint32(0x7FEB352D)
+    h = (h ^ h >> np.uint32(15) ^ high) * np.uint32(0x846CA68B)
+    return _cut_off(bits, h >> np.uint32(16))
+
+
+def inexact_as_bfloat16(values: Floats) -> NDArray[np.bool_]:
+    """Return for each row of values, (n, dim), whether bfloat16 cannot hold some of it."""
+    low = np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFF)
+    return np.asarray(low.any(axis=1))
+
+
+def _cut_off(bits: NDArray[np.uint32], more: NDArray[np.uint32]) -> Floats:
+    """Add to the bits of finite values, then clear the low half; a NaN stays one."""
+    magnitude = bits & np.uint32(0x7FFF_FFFF)
+    large = np.where(magnitude > 0x7F80_0000, bits | np.uint32(0x0040_0000), bits)
+    rounded = np.where(magnitude >= 0x7F7F_0000, large, bits + more) & np.uint32(0xFFFF_0000)
+    return rounded.astype(np.uint32).view(np.float32)

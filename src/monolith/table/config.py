@@ -306,6 +306,18 @@ class Segment:
         )
 
 
+EmbeddingDtype: TypeAlias = Literal["float32", "bfloat16"]
+EmbeddingRounding: TypeAlias = Literal["nearest", "stochastic"]
+
+
+def check_embedding_storage(owner: str, dtype: str | None, rounding: str | None) -> None:
+    """Refuse an unknown `embedding_dtype` or `embedding_rounding`; None is a default."""
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ConfigError(f"{owner}: embedding_dtype must be 'float32' or 'bfloat16', got {dtype!r}")
+    if rounding not in (None, "nearest", "stochastic"):
+        raise ConfigError(f"{owner}: embedding_rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableConfig:
     """One embedding table: the segments of a row, its memory budget, and how rows are created and expire.
@@ -330,6 +342,13 @@ class TableConfig:
     """At the ceiling, refuse new ids, or expire the oldest rows that are not newer than the new id."""
     seed: int = 0
     """For random initializers and stochastic rounding; 0 to 2^64 - 1."""
+    embedding_dtype: EmbeddingDtype = "float32"
+    """How a training table stores embeddings. With bfloat16 they take half the bytes; callers still read and
+    write float32, steps are computed in float32, and optimizer state stays float32."""
+    embedding_rounding: EmbeddingRounding = "stochastic"
+    """How a step's result is rounded to bfloat16: to the nearest, which loses changes of less than 1/512 of a
+    value, or up or down by a chance that makes the mean of many small steps right. The chance is a hash of
+    seed, ID, step, column and value, so a run is repeatable. Assigned values go to the nearest."""
     serving: bool = False
     """True keeps only compressed values: no gradients, no optimizer state."""
     skip_zero: bool = False
@@ -362,6 +381,12 @@ class TableConfig:
             )
         if not 0 <= self.seed < 1 << 64:
             raise ConfigError(f"table {self.name!r}: seed must be from 0 to 2^64 - 1, got {self.seed}")
+        check_embedding_storage(f"table {self.name!r}", self.embedding_dtype, self.embedding_rounding)
+        if self.stores_bfloat16 and any(s.optimizer.stochastic_rounding for s in self.segments):
+            raise ConfigError(
+                f"table {self.name!r}: StochasticRounding makes halves of float32 rows; rows with "
+                "embedding_dtype='bfloat16' are rounded already, as embedding_rounding says"
+            )
         if self.skip_zero and not self.serving:
             raise ConfigError(
                 f"table {self.name!r}: skip_zero is for serving tables; a training row has state to keep"
@@ -379,6 +404,18 @@ class TableConfig:
         """Floats of optimizer state per row; 0 for a serving table."""
         return 0 if self.serving else sum(segment.state_dim for segment in self.segments)
 
+    @property
+    def stores_bfloat16(self) -> bool:
+        """Whether rows are stored as bfloat16; those of a serving table are as their compressors say."""
+        return self.embedding_dtype == "bfloat16" and not self.serving
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes of a row's embedding, without padding or optimizer state."""
+        if self.serving:
+            return sum(segment.dim * segment.compressor.bytes_per_value for segment in self.segments)
+        return self.dim * (2 if self.stores_bfloat16 else 4)
+
     def learning_rates(self, step: int) -> list[float]:
         """Return each segment's rate at `step`."""
         return [float(segment.rate(step)) for segment in self.segments]
@@ -386,10 +423,13 @@ class TableConfig:
     def signature(self) -> str:
         """Return everything but the names. Slots with equal signatures can share one table."""
         segments = ", ".join(map(str, self.segments))
+        stored: str = self.embedding_dtype
+        if stored != "float32":
+            stored += f" {self.embedding_rounding}"
         return (
             f"table(segments=[{segments}], initial_rows={self.initial_rows}, expiry={self.expiry}, "
             f"capacity_bytes={self.capacity_bytes}, when_full={self.when_full}, seed={self.seed}, "
-            f"serving={self.serving}, skip_zero={self.skip_zero})"
+            f"embeddings={stored}, serving={self.serving}, skip_zero={self.skip_zero})"
         )
 
 

@@ -20,7 +20,7 @@ from monolith import concurrency
 from monolith.errors import TableArgumentError, TableClosedError
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter, Refusals
-from monolith.table.compressors import round_to_half
+from monolith.table.compressors import nearest_bfloat16, round_to_half, stochastic_bfloat16
 from monolith.table.config import Segment, TableConfig
 from monolith.table.digests import digest_rows
 from monolith.table.hashing import draws, mix, mix_one
@@ -126,11 +126,7 @@ class DictTable:
             [np.empty(0, np.float32)]
             + [p.segment.optimizer.initial_state(p.segment.dim) for p in self._pieces if not config.serving]
         )
-        self._row_bytes = _ROW_OVERHEAD_BYTES + sum(
-            p.segment.dim * (p.segment.compressor.bytes_per_value if config.serving else 4)
-            for p in self._pieces
-        )
-        self._row_bytes += 4 * config.state_dim
+        self._row_bytes = _ROW_OVERHEAD_BYTES + config.embedding_bytes + 4 * config.state_dim
         self._lock = concurrency.Lock()
         self._thawed = concurrency.Condition(self._lock)
         # All below is guarded by the lock.
@@ -197,7 +193,7 @@ class DictTable:
             optimizer = piece.segment.optimizer
             if optimizer.decays_lazily and not self._config.serving:
                 values, state = row.values[piece.values], row.state[piece.state]
-                values[:] = decayed(optimizer, values, state, rate=rate, steps=self._steps)
+                values[:] = self._as_stored(decayed(optimizer, values, state, rate=rate, steps=self._steps))
                 seen = state_views(optimizer, state, len(values))["last_step"]
                 seen[0] = self._steps if 0 < seen[0] < self._steps else seen[0]
 
@@ -220,7 +216,7 @@ class DictTable:
                     self._counts.removed += self._drop(key)
                 elif row := self._row_for(key, time):
                     self._catch_up(row)
-                    row.values[:] = self._as_served(value)
+                    row.values[:] = self._as_stored(value)
                     row.event_time = max(row.event_time, time)
             self._touch(keys[self._found(keys)])
 
@@ -230,7 +226,7 @@ class DictTable:
             for key, value, time in zip(keys.tolist(), added, times.tolist(), strict=True):
                 if row := self._row_for(key, time):
                     self._catch_up(row)
-                    row.values[:] = self._as_served(row.values + value)
+                    row.values[:] = self._as_stored(row.values + value)
                     row.event_time = max(row.event_time, time)
             self._touch(keys[self._found(keys)])
 
@@ -317,7 +313,7 @@ class DictTable:
                 if self._leaves_no_row(values[position]):
                     self._counts.removed += self._drop(key)
                 elif row := self._row_for(key, time, ask=False):
-                    row.values[:] = self._as_served(values[position])
+                    row.values[:] = self._as_stored(values[position])
                     row.state[:] = self._fresh_state if state is None else state[position]
                     row.event_time = time
             self._touch(keys[self._found(keys)])
@@ -501,6 +497,10 @@ class DictTable:
             if not np.isfinite(row.values).all():
                 self._counts.non_finite += 1
                 row.values[:], row.state[:] = before
+            elif self._config.stores_bfloat16 and self._config.embedding_rounding == "stochastic":
+                row.values[:] = stochastic_bfloat16(row.values, seed=self._config.seed, row_id=key, step=step)
+            else:
+                row.values[:] = self._as_stored(row.values)
             row.event_time = max(row.event_time, time)
             changed.append(key)
         self._touch(np.array(changed, np.int64))
@@ -536,7 +536,7 @@ class DictTable:
                 for p in self._pieces
             ]
         )
-        return _Row(self._as_served(values), self._fresh_state.copy(), time)
+        return _Row(self._as_stored(values), self._fresh_state.copy(), time)
 
     def _makes_room(self, time: int) -> bool:
         capacity = self._config.capacity_bytes
@@ -554,10 +554,10 @@ class DictTable:
     def _leaves_no_row(self, values: NDArray[np.float32]) -> bool:
         return self._config.skip_zero and bool(np.sum(values * values) < _SMALLEST_NORMAL)
 
-    def _as_served(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _as_stored(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the values as this table can hold them: a server has only what its codes can say."""
         if not self._config.serving:
-            return values
+            return nearest_bfloat16(values) if self._config.stores_bfloat16 else values
         return np.concatenate(
             [p.segment.compressor.decode(p.segment.compressor.encode(values[p.values])) for p in self._pieces]
         )

@@ -32,6 +32,7 @@ import numpy as np
 from monolith import filesystem, native
 from monolith.errors import CorruptFileError, FilesystemError, RestoreError, TableArgumentError
 from monolith.front_door import module_when_used
+from monolith.table.compressors import inexact_as_bfloat16
 from monolith.table.config import TableConfig
 from monolith.table.shard_files import (
     Description,
@@ -477,7 +478,7 @@ def _load(
     )
     with_state = not other and all(_takes_state(shard, config, optimizer_state) for shard in shards)
     chosen = kept_ids(keep)
-    skipped = [0] * len(paths)
+    skipped, rounded = [0] * len(paths), [0] * len(paths)
 
     # Second pass. Files are checked again as they are read: they may have been replaced since.
     def restore(shard: int, stop: StopTogether) -> None:
@@ -488,6 +489,8 @@ def _load(
                 skipped[shard] += len(rows) - len(mine)
                 if len(mine) and other:
                     mine = _refitted(mine, reader.info.description.layout, config)
+                if config.stores_bfloat16:
+                    rounded[shard] += int(inexact_as_bfloat16(mine.values.numpy()).sum())
                 if len(mine):
                     table.restore(mine if with_state else without_state(mine))
                 if progress is not None:
@@ -497,6 +500,14 @@ def _load(
     with ready(sum(manifest.rows) // (keep[1] if isinstance(keep, tuple) else 1)):
         _restore_scales(table, shards[0].description)
         in_parallel(restore, range(len(paths)), workers)
+    if sum(rounded):
+        _log.warning(
+            "table %r stores embeddings as bfloat16: of %s restored rows, %s had float32 values that were "
+            "rounded to the nearest",
+            config.name,
+            f"{sum(manifest.rows) - sum(skipped):,}",
+            f"{sum(rounded):,}",
+        )
     return LoadReport(
         rows=sum(manifest.rows) - sum(skipped),
         bytes=sum(manifest.bytes),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -92,6 +91,7 @@ LEAST = 64
 """Event times below which the clock tells no time."""
 
 _LARGEST_SAMPLE = 256
+_NEVER = (1 << 63) - 1
 
 
 class EventClock:
@@ -109,33 +109,56 @@ class EventClock:
             raise ConfigError(f"event clock: max_ahead must not be negative, got {max_ahead}")
         self._max_ahead = max_ahead
         self._wall = wall
-        self._batches: deque[NDArray[np.int64]] = deque(maxlen=BATCHES)
+        self._forget()
 
-    def observe(self, event_times: Tensor) -> None:
-        """Record a batch: Unix seconds of its events, int64 of shape (n,). 0 says nothing."""
-        times = event_times.numpy()
-        if len(times) > _LARGEST_SAMPLE:
-            times = times[:: math.ceil(len(times) / _LARGEST_SAMPLE)]
-        times = np.sort(times[times > 0])
-        if len(times) > SAMPLES:
-            times = times[(2 * np.arange(SAMPLES) + 1) * len(times) // (2 * SAMPLES)]
+    def _forget(self) -> None:
+        # A row for each batch that is remembered, and how many times are in it; the rest of the row, and rows
+        # of no batch, are later than all times. The next batch goes to row `_next`.
+        self._times = np.full((BATCHES, SAMPLES), _NEVER, np.int64)
+        self._counts = [0] * BATCHES
+        self._next = 0
+
+    def observe(self, event_times: Tensor | int, examples: int = 0) -> None:
+        """Record a batch: Unix seconds of its events, int64 of shape (n,), or one for so many examples.
+
+        0 says nothing.
+        """
+        if isinstance(event_times, int):
+            times = np.full(min(examples, SAMPLES) if event_times > 0 else 0, event_times, np.int64)
+        else:
+            times = event_times.numpy()
+            if len(times) > _LARGEST_SAMPLE:
+                times = times[:: math.ceil(len(times) / _LARGEST_SAMPLE)]
+            times = np.sort(times[times > 0])
+            if len(times) > SAMPLES:
+                times = times[(2 * np.arange(SAMPLES) + 1) * len(times) // (2 * SAMPLES)]
         if len(times):
-            self._batches.append(times)
+            self._remember(times)
+
+    def _remember(self, times: NDArray[np.int64]) -> None:
+        row = self._times[self._next]
+        row[: len(times)] = times
+        row[len(times) :] = _NEVER
+        self._counts[self._next] = len(times)
+        self._next = (self._next + 1) % BATCHES
 
     def now(self) -> int | None:
         """Return Unix seconds; None as long as there are too few events to tell."""
-        if sum(map(len, self._batches)) < LEAST:
+        # Asked in every step, so it is one partition of one array; a sort takes ten times as long.
+        count = sum(self._counts)
+        if count < LEAST:
             return None
-        # Asked in every step: a partition takes a tenth of the time of a sort.
-        times = np.concatenate(self._batches)
-        at = math.ceil(SHARE * len(times)) - 1
-        reached = int(np.partition(times, at)[at])
+        at = math.ceil(SHARE * count) - 1
+        reached = int(np.partition(self._times, at, axis=None)[at])
         return min(reached, int(self._wall() + self._max_ahead.total_seconds()))
 
     def state(self) -> list[list[int]]:
-        """Return what it remembers, for a checkpoint."""
-        return [batch.tolist() for batch in self._batches]
+        """Return what it remembers, for a checkpoint: batch by batch, the oldest first."""
+        rows = [(self._next + number) % BATCHES for number in range(BATCHES)]
+        return [self._times[row, :many].tolist() for row in rows if (many := self._counts[row])]
 
     def restore(self, state: Sequence[Sequence[int]]) -> None:
         """Resume with the state of a checkpoint."""
-        self._batches = deque((np.array(batch, np.int64) for batch in state), maxlen=BATCHES)
+        self._forget()
+        for batch in state[-BATCHES:]:
+            self._remember(np.array(batch[-SAMPLES:], np.int64))

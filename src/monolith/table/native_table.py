@@ -32,6 +32,10 @@ _COMPRESSOR_KINDS = {
     "fixed_r8": native.CompressorKind.FIXED_R8,
     "one_bit": native.CompressorKind.ONE_BIT,
 }
+_ROUNDINGS = {
+    "nearest": native.ValueStorage.BFLOAT16_NEAREST,
+    "stochastic": native.ValueStorage.BFLOAT16_STOCHASTIC,
+}
 _LAST_HASH = (1 << 64) - 1
 
 
@@ -39,7 +43,7 @@ class NativeTable:
     """A `Table` in native memory. Thread-safe: readers take no lock, writers one per partition.
 
     Shapes: n ids of a call, dim floats of an embedding, state_dim floats of optimizer state. A row
-    in memory is dim + state_dim floats; its event time is in the index.
+    in memory is dim values, of 4 or 2 bytes, and state_dim floats; its event time is in the index.
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
@@ -79,6 +83,11 @@ class NativeTable:
         self._core: native.Table | None = native.Table(
             segments=[_segment_spec(segment) for segment in config.segments],
             serving=config.serving,
+            storage=(
+                _ROUNDINGS[config.embedding_rounding]
+                if config.stores_bfloat16
+                else native.ValueStorage.FLOAT32
+            ),
             skip_zero=config.skip_zero,
             expire_when_full=config.when_full == "expire_oldest",
             seed=config.seed,

@@ -9,6 +9,7 @@ from typing import Literal
 
 from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
+from monolith.table.config import EmbeddingDtype, EmbeddingRounding, check_embedding_storage
 from monolith.train.evaluate_config import EvaluateConfig
 from monolith.train.hooks import AlertConfig, DailyHours, SaveConfig
 from monolith.train.hooks.config import HooksConfig, TrackingConfig
@@ -135,10 +136,17 @@ class TablesConfig:
     and that have no capacity_bytes. Results are the same; a checkpoint restores with either value."""
     initial_rows: int = 0
     """How many rows each table has room for from the start, if its feature does not say; 0 for few."""
+    embedding_dtype: EmbeddingDtype = "float32"
+    """How tables store embeddings, if their features do not say. "bfloat16" takes half the bytes; steps are
+    computed in float32 and optimizer state stays float32. A checkpoint restores with either value."""
+    embedding_rounding: EmbeddingRounding = "stochastic"
+    """How steps are rounded to bfloat16: "stochastic" by a repeatable chance, so that the mean of many small
+    steps is right, or "nearest", which loses steps of less than 1/512 of a value."""
 
     def __post_init__(self) -> None:
         if self.initial_rows < 0:
             raise ConfigError(f"tables: initial_rows must be 0 or more, got {self.initial_rows}")
+        check_embedding_storage("tables", self.embedding_dtype, self.embedding_rounding)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

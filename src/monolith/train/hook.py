@@ -47,7 +47,7 @@ class StepResult:
     """By head, as they were before this step trained: probabilities, or values of a regression."""
     to_measure: bool = True
     """Whether the metrics of the run still have to take this step in; False if they do so by themselves, once
-    its predictions are in host memory."""
+    its outcome is known."""
 
     @property
     def examples(self) -> int:

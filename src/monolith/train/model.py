@@ -78,7 +78,12 @@ class Model:
             make_store = _ScheduledStores(make_store, rates)
         for collection in self.collections:
             if tables is not None and tables != TablesConfig():
-                collection.arrange(merge_equal=tables.merge_equal_slots, initial_rows=tables.initial_rows)
+                collection.arrange(
+                    merge_equal=tables.merge_equal_slots,
+                    initial_rows=tables.initial_rows,
+                    embedding_dtype=tables.embedding_dtype,
+                    embedding_rounding=tables.embedding_rounding,
+                )
             collection.bind(make_store)
         if isinstance(make_store, _ScheduledStores) and make_store.made < len(self.collections):
             raise ConfigError(

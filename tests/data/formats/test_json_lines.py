@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 
 from monolith.data import BadRecord, Records, concat, format_of
 from monolith.data.formats.json_lines import JsonLinesFormat
-from monolith.data.formats.memory import to_records
+from monolith.data.formats.memory import cells_of, json_object, read_row, rows_as_records, to_records
 from monolith.errors import ConfigError, DataError
+from monolith.feature.spec.times import TIME
 
 
 @pytest.fixture
@@ -109,3 +111,91 @@ def test_empty_files_have_no_records(path: Path) -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="jsonl"):
         JsonLinesFormat(**options)
+
+
+VALUES = (
+    "1",
+    "-0",
+    "0.5",
+    "1e3",
+    "1e400",
+    "-7.25e-3",
+    "16777217",
+    "0.1",
+    "01",
+    "1.",
+    "9223372036854775808",
+    "18446744073709551616",
+    "-9223372036854775808",
+    "true",
+    "false",
+    "null",
+    "NaN",
+    "-Infinity",
+    "[]",
+    "[1, null, 2]",
+    "[null]",
+    "[0.5, true]",
+    "[[1]]",
+    '{"x": 1}',
+    '"hi"',
+    '""',
+    '["a", null, "b"]',
+    '"\\u00e9\\n\\ud83d\\ude00"',
+    '"\\ud800"',
+    '"caf\u00e9"',
+    '"2024-05-01"',
+    '"\\q"',
+    "nonsense",
+    "",
+)
+TYPES = {"a": torch.int64, "b": torch.float32, "c": torch.uint8, "d": TIME}
+
+
+def random_lines(random: Random, count: int) -> bytes:
+    """Lines of which most are fine, with odd values, keys, blanks and bytes among them."""
+    lines = [b"{}"]  # the first record adds no key to the types
+    for _ in range(count):
+        fields = [
+            (name, random.choice(VALUES) if random.random() < 0.3 else {"c": '"x"'}.get(name, "5"))
+            for name in random.sample("abcd" if random.random() < 0.8 else "abcdea", random.randrange(5))
+        ]
+        blank = random.choice(["", " ", "\t"])
+        line = "{" + ",".join(f'{blank}"{name}"{blank}:{value}' for name, value in fields) + blank + "}"
+        if random.random() < 0.05:
+            line = random.choice(["", "  ", line[:-1], line + "x", "[1]", "\ufeff" + line, line * 2])
+        data = line.encode()
+        if random.random() < 0.03:
+            data = data.replace(b"x", random.choice([b"\xff", b"\xed\xa0\x80", b"\x00", b"\x1f"]))
+        lines.append(data)
+    return b"\n".join(lines)
+
+
+@pytest.mark.parametrize("columns", [None, ["a", "c"], ["a", "b", "c", "d"]])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_core_reads_every_line_as_python_does(path: Path, seed: int, columns: list[str] | None) -> None:
+    path.write_bytes(random_lines(Random(seed), 400))
+    form = JsonLinesFormat(types=TYPES, infer_records=1, chunk_bytes=2000)
+    found, bad = read(path, form, columns=columns)
+    # The same, line by line and in Python alone.
+    wanted = {name: dtype for name, dtype in TYPES.items() if columns is None or name in columns}
+    rows, reasons, place = [], [], 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if line.strip():
+                row = json_object(line)
+                rows.append(cells_of(row, wanted) if columns else read_row(row, TYPES, wanted))
+        except ValueError as cause:
+            reasons.append((place, f"line at byte {place}: {cause}", line))
+        place += len(line)
+    assert [(one.place, one.reason, one.payload) for one in bad] == reasons
+    expected = rows_as_records(rows, wanted)
+    assert len(found) == len(rows) > 50
+    for name, column in expected.columns.items():
+        assert found[name].row_splits.equal(column.row_splits)
+        if column.dtype is torch.float32:  # NaN is not equal to itself, and -0 equals 0
+            assert found[name].flat_values.view(torch.int32).equal(column.flat_values.view(torch.int32))
+        elif column.dtype is torch.int64:
+            assert found[name].flat_values.equal(column.flat_values)
+        else:
+            assert found.strings(name) == expected.strings(name)

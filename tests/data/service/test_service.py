@@ -168,6 +168,44 @@ def test_another_number_of_trainers_is_given_what_was_not_saved(stack, dispatche
     assert sorted(first + second + third + rest) == ALL
 
 
+def test_what_a_process_outside_of_the_run_took_is_read_again(stack, dispatcher):
+    """An earlier attempt of worker 1 was cut off. It attaches when all others have read their data."""
+    add_worker(stack, dispatcher, chunk_records=5)
+    chief, stale = (trainer(dispatcher, prefetch=1) for _ in range(2))
+    chief.read_shard(Shard(0, 3))
+    stale.read_shard(Shard(1, 3))
+    other = trainer(dispatcher, prefetch=1)
+    other.read_shard(Shard(2, 3))
+    taken = numbers(next(iter(stale)))
+    seen = numbers(next(iter(other))) + read(chief)
+    assert not set(taken) & set(seen)
+    assert chief.take_back([other.position()])
+    seen += read(chief)
+    assert sorted(seen) == ALL
+    assert not chief.take_back([other.position()])
+
+
+def test_work_of_other_jobs_stays_with_them(stack, dispatcher):
+    add_worker(stack, dispatcher, chunk_records=5)
+    next(iter(trainer(dispatcher, "another")))
+    chief = trainer(dispatcher)
+    read(chief)
+    assert not chief.take_back([])
+
+
+@pytest.mark.parametrize("end", [DataServiceSource.interrupt, DataServiceSource.close])
+def test_a_trainer_that_ends_does_not_attach_later(end):
+    """Its call to a dispatcher that does not answer is repeated for as long as `patience` says."""
+    with socket.create_server(("127.0.0.1", 0)) as mute, ThreadPoolExecutor(1) as pool:
+        mute.settimeout(20)
+        source = trainer("{}:{}".format(*mute.getsockname()), patience=timedelta(hours=1))
+        reading = pool.submit(read, source)
+        mute.accept()[0].close()  # it calls, and is not answered
+        end(source)
+        mute.close()
+        assert reading.result(timeout=20) == []
+
+
 def test_a_split_that_cannot_be_read_is_an_error_at_the_trainer(stack, dispatcher):
     def broken(split):
         if split == SPLITS[2]:

@@ -94,11 +94,17 @@ class Both:
     """A batch in host memory and on a device, with the same rows."""
 
     def __init__(
-        self, plan: LayoutPlan, batch: FeatureIds, device: Device, values: Callable[[int], Tensor]
+        self,
+        plan: LayoutPlan,
+        batch: FeatureIds,
+        device: Device,
+        values: Callable[[int], Tensor],
+        *,
+        padded: bool = False,
     ) -> None:
         self.plan = plan
         self.host = Gatherer(plan).read(batch)
-        self.there = DeviceGatherer(plan, device).read(batch)
+        self.there = DeviceGatherer(plan, device).read(batch, padded=padded)
         self.rows = values(self.host.floats)
         ids = zip(tables_of(plan, self.host.sizes), self.host.ids.tolist(), strict=True)
         self.by_id = dict(zip(ids, split(plan, self.host.sizes, self.rows), strict=True))
@@ -329,6 +335,75 @@ def test_ids_are_copied_while_the_device_computes_and_readers_wait_for_them() ->
     assert not any(event.waits for stream in (device.first, other) for event in stream.events)
 
 
+# Padded batches
+
+
+def drawn_batch(seed: int, size: int = 200, most: int = 4) -> FeatureIds:
+    """Return a batch of two tables, whose examples have up to `most` ids of a feature each."""
+    draw = torch.Generator().manual_seed(seed)
+    features = {}
+    for name in ("sum", "mean", "seq"):
+        lengths = torch.randint(0, most + 1, (size,), generator=draw)
+        ids = torch.randint(0, 1000, (int(lengths.sum()),), generator=draw)
+        features[name] = RaggedTensor.from_row_lengths(ids, lengths)
+    return FeatureIds.pack(features)
+
+
+def test_padding_repeats_the_last_id_of_a_table_and_has_no_gradient(device: Device) -> None:
+    plain, padded = (DeviceGatherer(PLAN, device).read(BATCH, padded=one) for one in (False, True))
+    assert padded.sizes.tolist() == [32, 24]
+    assert plain.sizes.tolist() == [13, 9]
+    for found, expected in zip(padded.ids.cpu().split([32, 24]), plain.ids.cpu().split([13, 9]), strict=True):
+        assert found.tolist() == [*expected.tolist(), *[int(expected[-1])] * (len(found) - len(expected))]
+    rows = torch.randn(padded.floats, device=device.torch_device).requires_grad_()
+    torch.autograd.backward([one.sum() for one in padded.outputs(rows)])
+    assert rows.grad is not None
+    t, u = rows.grad.cpu().split([32 * 3, 24 * 2])
+    assert t.view(32, 3)[13:].abs().sum() == u.view(24, 2)[9:].abs().sum() == 0
+    assert u.view(24, 2)[:9].abs().sum() > 0
+
+
+def test_batches_that_differ_a_little_are_padded_to_the_same_shape(device: Device) -> None:
+    gatherer = DeviceGatherer(PLAN, device)
+    several = [gatherer.read(drawn_batch(seed), padded=True) for seed in range(20)]
+    assert len({one.shape for one in several}) == 1
+    assert several[0].shape is not None
+    many = [len(drawn_batch(seed).ids) for seed in range(20)]
+    assert max(many) <= len(several[0].ids) <= 1.5 * min(many)
+    assert gatherer.read(drawn_batch(0)).shape is None
+
+
+def test_room_grows_with_larger_batches_and_shrinks_if_most_of_it_would_be_padding(device: Device) -> None:
+    gatherer = DeviceGatherer(PLAN, device)
+    small, large = (gatherer.read(drawn_batch(0, most=most), padded=True) for most in (4, 6))
+    assert (large.sizes > small.sizes)[small.sizes > 0].all()
+    again = gatherer.read(drawn_batch(1, most=5), padded=True)
+    assert again.shape == large.shape  # fits into the room of the larger one
+    few = gatherer.read(drawn_batch(1, most=1), padded=True)
+    assert few.sizes.sum() < large.sizes.sum() / 2
+    fewer = gatherer.read(drawn_batch(2, size=100, most=4), padded=True)
+    assert fewer.shape != few.shape  # another number of examples
+
+
+def test_a_table_without_ids_has_no_room_and_a_batch_without_a_feature_another_shape(device: Device) -> None:
+    gatherer = DeviceGatherer(PLAN, device)
+    both = gatherer.read(FeatureIds.pack({"sum": ragged([1], [2, 3]), "seq": ragged([], [4])}), padded=True)
+    one = gatherer.read(FeatureIds.pack({"sum": ragged([1], [2, 3]), "seq": ragged([], [])}), padded=True)
+    assert [bool(many) for many in both.sizes] == [True, True]
+    assert [bool(many) for many in one.sizes] == [True, False]
+    assert both.shape != one.shape
+
+
+def test_a_batch_refills_the_memory_of_another_of_its_shape(device: Device) -> None:
+    gatherer = DeviceGatherer(PLAN, device)
+    first, second = (gatherer.read(drawn_batch(seed), padded=True) for seed in (0, 1))
+    twin = first.twin()
+    twin.refill(second)
+    rows = torch.randn(second.floats, device=device.torch_device)
+    for found, expected in zip(twin.outputs(rows), second.outputs(rows), strict=True):
+        assert torch.equal(found.cpu(), expected.cpu())
+
+
 # Any batch
 
 
@@ -351,6 +426,7 @@ def batches(draw: Any) -> FeatureIds:
 
 
 @settings(max_examples=tries(15), deadline=None)
-@given(batch=batches(), seed=st.integers(0, 9))
-def test_any_batch_is_gathered_as_by_the_core(batch: FeatureIds, seed: int) -> None:
-    Both(PLAN, batch, device_named(device_names()[0]), rounded(seed)).assert_same(scale=2.0)
+@given(batch=batches(), seed=st.integers(0, 9), padded=st.booleans())
+def test_any_batch_is_gathered_as_by_the_core(batch: FeatureIds, seed: int, padded: bool) -> None:
+    device = device_named(device_names()[0])
+    Both(PLAN, batch, device, rounded(seed), padded=padded).assert_same(scale=2.0)

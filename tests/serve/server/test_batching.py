@@ -4,12 +4,13 @@ import threading
 import time
 from datetime import timedelta
 
+import numpy as np
 import pytest
 from serve.server.linear import LinearAnswer, LinearModel, LinearSignature
 
 from monolith.errors import DeadlineExceededError, OverloadedError, RequestError, UnavailableError
-from monolith.serve.config import BatchingConfig
-from monolith.serve.server.batching import RequestBatcher
+from monolith.serve.config import BatchingConfig, ServeLimits
+from monolith.serve.server.batching import ModelOutputs, RequestBatcher, joined
 from monolith.serve.server.tensors import columns_of, listed_tensor
 
 PATIENCE = 60
@@ -19,8 +20,9 @@ def columns(*users):
     return columns_of([listed_tensor("user", "BYTES", [len(users)], users)], LinearSignature())
 
 
-def batcher(model, *, queue=100, **config):
-    return RequestBatcher(model.predict, BatchingConfig(**config), queue=queue, clock=time.monotonic)
+def batcher(model, *, queue=100, queue_rows=1000, **config):
+    limits = ServeLimits(queue=queue, queue_rows=queue_rows)
+    return RequestBatcher(model.predict, BatchingConfig(**config), limits=limits, clock=time.monotonic)
 
 
 class Callers:
@@ -31,10 +33,10 @@ class Callers:
         self.answers = {}
         self._threads = []
 
-    def ask(self, name, *users, deadline=None):
+    def ask(self, name, *users, deadline=None, priority=5):
         def run():
             try:
-                found = self._batching.run(columns(*users), deadline)
+                found = self._batching.run(columns(*users), deadline, priority)
                 self.answers[name] = found.outputs["score"].tolist()
             except Exception as error:
                 self.answers[name] = error
@@ -80,7 +82,7 @@ def test_a_request_alone_is_answered_on_its_own_thread():
         seen.append((threading.current_thread(), deadline))
         return LinearModel().predict(values)
 
-    batching = RequestBatcher(predict, BatchingConfig(), queue=1, clock=time.monotonic)
+    batching = RequestBatcher(predict, BatchingConfig(), limits=ServeLimits(), clock=time.monotonic)
     found = batching.run(columns("abc"), deadline=1e12)
     assert found.outputs["score"].tolist() == [3]
     assert seen == [(threading.current_thread(), 1e12)]
@@ -93,11 +95,105 @@ def test_requests_that_come_meanwhile_are_answered_together_each_with_its_rows()
     assert model.batches == [1, 3]
 
 
-def test_no_more_rows_than_allowed_are_answered_together_and_a_larger_request_alone():
+def test_no_more_rows_than_allowed_are_answered_together():
     model = LinearModel()
-    answers = ask_behind_a_slow_one(batcher(model, max_rows=3), model, ["a"], ["a", "b"], ["a"] * 5, ["a"])
-    assert answers == {"slow": [4], 0: [1], 1: [1, 1], 2: [1] * 5, 3: [1]}
-    assert sorted(model.batches) == [1, 1, 3, 5]
+    answers = ask_behind_a_slow_one(batcher(model, max_rows=3), model, ["a"], ["a", "b"], ["a"] * 3, ["a"])
+    assert answers == {"slow": [4], 0: [1], 1: [1, 1], 2: [1] * 3, 3: [1]}
+    assert model.batches == [1, 3, 3, 1]
+
+
+def test_a_small_request_waits_for_one_piece_of_a_large_one():
+    model = LinearModel()
+    large = ["a" * length for length in range(1, 11)]
+    answers = ask_behind_a_slow_one(batcher(model, max_rows=3), model, large, ["bb"], ["ccc", "d"])
+    assert answers == {"slow": [4], 0: list(range(1, 11)), 1: [2], 2: [3, 1]}
+    assert model.batches == [1, 3, 3, 3, 3, 1]  # the second three are the two small requests
+
+
+def test_a_large_request_of_lists_is_cut_between_rows():
+    model = LinearModel()
+    tags = [[], ["x"], ["x", "y"], [], ["x", "y", "z"]]
+    flat = [tag for some in tags for tag in some]
+    ends = [0, *np.cumsum([len(some) for some in tags]).tolist()]
+    request = columns_of(
+        [
+            listed_tensor("user", "BYTES", [5], ["a"] * 5),
+            listed_tensor("tags", "BYTES", [len(flat)], flat),
+            listed_tensor("tags.row_splits", "INT64", [6], ends),
+            listed_tensor("price", "FP32", [5], [0.5, 1.5, 2.5, 3.5, 4.5]),
+        ],
+        LinearSignature(),
+    )
+    found = batcher(model, max_rows=2).run(request, None)
+    assert found.outputs["score"].tolist() == [1.5, 12.5, 23.5, 4.5, 35.5]
+    assert model.batches == [2, 2, 1]
+
+
+def test_a_bad_row_of_a_large_request_is_named_by_its_place_in_the_request():
+    model = LinearModel()
+    with pytest.raises(RequestError, match="row 4: bad"):
+        batcher(model, max_rows=2).run(columns("a", "b", "c", "d", "bad", "e"), None)
+    assert model.batches == [2, 2]
+
+
+def test_a_large_request_whose_time_is_over_runs_no_further():
+    now = [0.0]
+
+    def predict(values, *, deadline=None):  # noqa: ARG001
+        now[0] += 1
+        return LinearModel().predict(values)
+
+    batching = RequestBatcher(predict, BatchingConfig(max_rows=1), limits=ServeLimits(), clock=lambda: now[0])
+    with pytest.raises(DeadlineExceededError):
+        batching.run(columns("a", "b", "c", "d"), 2.0)
+    assert now == [2.0]
+
+
+def test_the_first_priority_is_answered_first():
+    model = LinearModel()
+    batching = batcher(model, max_rows=1)
+    order = []
+    predict = model.predict
+    batching._ask = lambda values, **rest: (order.append(values["user"][0]), predict(values, **rest))[1]
+    callers = Callers(batching)
+    callers.ask("slow", "slow")
+    until(lambda: model.busy == 1)
+    for number, (user, priority) in enumerate([("late", 9), ("default", 5), ("first", 1), ("next", 1)]):
+        callers.ask(user, user, priority=priority)
+        until(lambda number=number: waiting(batching) == number + 1)
+    model.gate.set()
+    callers.wait()
+    assert order == [b"slow", b"first", b"next", b"default", b"late"]
+
+
+def test_a_request_is_refused_when_too_many_rows_wait():
+    model = LinearModel()
+    batching = batcher(model, queue_rows=5)
+    callers = Callers(batching)
+    callers.ask("slow", "slow")
+    until(lambda: model.busy == 1)
+    callers.ask("many", *["a"] * 7)  # more than the limit, but nothing else waits
+    until(lambda: waiting(batching) == 1)
+    with pytest.raises(OverloadedError, match=r"7 rows wait for this model.*--max-queue-rows"):
+        batching.run(columns("b"), None)
+    model.gate.set()
+    callers.wait()
+    assert callers.answers == {"slow": [4], "many": [1] * 7}
+    assert batching._queued_rows == 0
+
+
+def test_an_answer_of_pieces_claims_the_age_of_its_oldest_piece():
+    def part(**said):
+        return ModelOutputs({"score": np.zeros(1)}, (), said)
+
+    older = part(step=10, newest_step=11, watermark=5, staleness=1.0, published_at=7.0)
+    newer = part(step=20, newest_step=20, watermark=6, staleness=0.25, published_at=9.0)
+    found = joined([older, newer], [100.0, 102.0])
+    expected = {"step": 10, "newest_step": 20, "watermark": 5, "staleness": 3.0, "published_at": 7.0}
+    assert found.freshness == expected
+    unknown = part(freshness="unknown", freshness_reason="it did not say")
+    assert joined([older, unknown], [1.0, 2.0]).freshness == unknown.freshness
+    assert "newest_step" not in joined([older, part(step=12, staleness=0.0)], [1.0, 1.0]).freshness
 
 
 def test_requests_with_other_columns_are_answered_apart():
@@ -145,7 +241,7 @@ def test_a_server_that_is_gone_is_not_asked_once_for_each():
         return LinearAnswer({"score": LinearModel().predict(values).outputs["score"]})
 
     gate = threading.Event()
-    batching = RequestBatcher(predict, BatchingConfig(), queue=9, clock=time.monotonic)
+    batching = RequestBatcher(predict, BatchingConfig(), limits=ServeLimits(), clock=time.monotonic)
     callers = Callers(batching)
     callers.ask("first", "a")
     until(lambda: asked)

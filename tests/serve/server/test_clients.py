@@ -49,7 +49,7 @@ def test_tritonclient_asks_what_there_is(triton):
 
 def test_tritonclient_is_answered(triton):
     client, module = triton
-    answer = client.infer("linear", inputs(module), request_id="q", timeout=50_000_000)
+    answer = client.infer("linear", inputs(module), request_id="q", timeout=50_000_000, priority=2)
     assert answer.as_numpy("score").tolist() == [111, 122]
     assert answer.as_numpy("double").tolist() == [222, 244]
     wanted = [module.InferRequestedOutput("double")]
@@ -92,7 +92,16 @@ def test_tritonclient_loads_and_unloads():
         assert not client.is_model_ready("f", headers=headers)
         client.load_model("f", headers=headers)
         assert client.is_model_ready("f", headers=headers)
+        with pytest.raises(errors.InferenceServerException, match="does not support the parameter 'config'"):
+            client.load_model("f", headers=headers, config="{}")
         client.close()
+        over_http = triton_http.InferenceServerClient(server.http_url.removeprefix("http://"))
+        over_http.unload_model("f", headers=headers)
+        with pytest.raises(errors.InferenceServerException, match="does not support the parameter 'config'"):
+            over_http.load_model("f", headers=headers, config="{}")
+        over_http.load_model("f", headers=headers)
+        assert over_http.is_model_ready("f", headers=headers)
+        over_http.close()
 
 
 def _check_contract(served, examples, modes):

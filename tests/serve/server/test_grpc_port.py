@@ -167,6 +167,45 @@ def test_what_is_wrong_is_said_with_the_right_code(client, message, code, says):
     assert (found, says in text) == (code, True), text
 
 
+def with_parameter(of, name, **value):
+    """A request with a parameter of itself, its first input or its first output."""
+    message = rows_message("a")
+    message.outputs.add(name="score")
+    owner = {"request": message, "input": message.inputs[0], "output": message.outputs[0]}[of]
+    for field, content in value.items():
+        setattr(owner.parameters[name], field, content)
+    return message
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (with_parameter("request", "sequence_id", int64_param=7), "'sequence_id' of a request"),
+        (with_parameter("request", "timeout", string_param="soon"), "microseconds"),
+        (with_parameter("request", "timeout", int64_param=-5), "microseconds"),
+        (with_parameter("request", "priority", int64_param=10), "from 1, answered first, to 9"),
+        (
+            with_parameter("input", "shared_memory_region", string_param="r"),
+            "'shared_memory_region' of the",
+        ),
+        (with_parameter("output", "classification", int64_param=3), "'classification' of the output 'score'"),
+    ],
+)
+def test_a_parameter_that_would_be_ignored_is_refused(client, message, says, raw):
+    if raw:
+        sent = type(message).FromString(message.SerializeToString())
+        sent.inputs[0].ClearField("contents")
+        sent.raw_input_contents.append(b"\x01\x00\x00\x00a")
+        message = sent
+    found, text = refusal(client.ModelInfer, message)
+    assert (found, says in text) == (Code.INVALID_ARGUMENT, True), text
+
+
+def test_a_priority_is_accepted(client):
+    assert scores(client.ModelInfer(with_parameter("request", "priority", uint64_param=1))) == [101]
+
+
 def test_the_repository_lists_loads_and_unloads():
     types = message_types()
     controlled = {"allow_control": True, "server": {"guard": Guard(token=Secret("s3cret"))}}
@@ -192,6 +231,10 @@ def test_the_repository_lists_loads_and_unloads():
             refusal(client.RepositoryModelLoad, types.RepositoryModelLoadRequest(model_name="x"))[0]
             is Code.NOT_FOUND
         )
+        configured = types.RepositoryModelLoadRequest(model_name="f")
+        configured.parameters["config"].string_param = "{}"
+        found, text = refusal(client.RepositoryModelLoad, configured)
+        assert (found, "'config' of a load" in text) == (Code.INVALID_ARGUMENT, True)
 
 
 def test_missing_shards_are_said_with_the_answer():

@@ -6,7 +6,7 @@ import pytest
 from serve.server.linear import LinearCatalog, LinearModel
 
 from monolith.errors import CorruptFileError, UnavailableError, UnknownModelError
-from monolith.serve.config import BatchingConfig, ServedFolder, VersionPolicy
+from monolith.serve.config import BatchingConfig, ServedFolder, ServeLimits, VersionPolicy
 from monolith.serve.server.batching import RequestBatcher
 from monolith.serve.server.repository import RETRY_AFTER, Repository
 
@@ -20,7 +20,9 @@ class Repo(Repository):
         super().__init__(
             [folder],
             catalog,
-            lambda model: RequestBatcher(model.predict, BatchingConfig(), queue=9, clock=lambda: self.now),
+            lambda model: RequestBatcher(
+                model.predict, BatchingConfig(), limits=ServeLimits(), clock=lambda: self.now
+            ),
             pinned={"ads": frozenset(pinned)},
             clock=lambda: self.now,
         )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from services.emulated_cuda import device_named, device_names
 
 from monolith.errors import ConfigError, MetricError, RestoreError
 from monolith.nn import auc
@@ -80,6 +81,34 @@ def test_a_long_stream_of_like_scores_keeps_a_small_bound() -> None:
     assert metric.value() == pytest.approx(auc(scores, labels), abs=1e-5)
 
 
+@pytest.mark.parametrize("device", device_names())
+def test_intervals_on_a_device_are_those_in_host_memory_to_the_bit(device: str) -> None:
+    """Also where neighbours were joined: whole weights leave nothing to round."""
+    here, there = StreamingAuc(120), StreamingAuc(120)
+    for seed in range(6):
+        scores, labels = draw(seed, 2000, distinct=500 * (seed % 2))
+        weights = torch.arange(2000) % 4 if seed % 3 else None
+        here.update(scores, labels, weights)
+        there.update(scores.to(device_named(device).torch_device), labels, weights)
+    assert here.error_bound() > 0
+    assert there.value() == here.value()
+    for name, array in here.state().items():
+        assert torch.equal(there.state()[name], array), name
+
+
+@pytest.mark.parametrize("device", device_names())
+def test_a_state_may_go_on_elsewhere(device: str) -> None:
+    whole, first, second = StreamingAuc(), StreamingAuc(), StreamingAuc()
+    for metric, seed, where in ((first, 0, device_named(device).torch_device), (second, 1, "cpu")):
+        scores, labels = draw(seed, 500)
+        whole.update(scores, labels)
+        if metric is second:
+            second.restore(first.state())
+        metric.update(scores.to(where), labels)
+    first.update(*draw(1, 500))  # its intervals follow the predictions
+    assert first.value() == second.value() == whole.value()
+
+
 def test_a_score_that_most_examples_share_stays_alone_when_neighbours_are_joined() -> None:
     scores, labels = draw(0, 4000)
     scores[::2] = 0.25
@@ -121,7 +150,7 @@ def test_reset_forgets() -> None:
     [
         ([0.1, math.nan], [0.0, 1.0], None, "1 of 2 predictions are NaN.*diverge"),
         ([0.1, 0.2], [0.0, math.nan], None, "labels are NaN"),
-        ([0.1, 0.2], [0.0, 0.5], None, "labels must be 0 or 1, and 1 of 2 in this batch are not: one is 0.5"),
+        ([0.1, 0.2], [0.0, 0.5], None, "labels must be 0 or 1, and 1 are not: one is 0.5"),
         ([0.1, 0.2], [0.0], None, r"labels must have shape \(2,\)"),
         ([0.1, 0.2], [0.0, 1.0], [1.0, -1.0], "not negative"),
     ],

@@ -40,6 +40,7 @@ SERVE_FIELDS = {
     "max_peer_requests": "serve.limits.peer_requests",
     "max_rows": "serve.limits.rows",
     "max_queue": "serve.limits.queue",
+    "max_queue_rows": "serve.limits.queue_rows",
     "max_concurrency": "serve.limits.concurrency",
     "timeout": "serve.limits.timeout",
     "poll": "serve.poll",
@@ -120,7 +121,8 @@ class ServeOptions:
     """Shadow traffic: mirror a fraction of requests to MODEL and compare; clients never see the answers.
     NAME=MODEL[/VERSION][:FRACTION] (serve.shadows)."""
     max_batch_rows: int | None = None
-    """Largest number of rows in a batch; by default 1024 (serve.batching.max_rows)."""
+    """Largest number of rows in a batch; a larger request runs in pieces; by default 1024
+    (serve.batching.max_rows)."""
     max_delay_ms: float | None = None
     """Milliseconds that a request may wait for others while the model is idle; by default 0
     (serve.batching.max_delay)."""
@@ -150,6 +152,9 @@ class ServeOptions:
     """Largest number of rows of a request; by default 65536 (serve.limits.rows)."""
     max_queue: int | None = None
     """Largest number of requests that wait for one version; by default 512 (serve.limits.queue)."""
+    max_queue_rows: int | None = None
+    """Largest number of rows that wait for one version, of all requests; by default 262144
+    (serve.limits.queue_rows)."""
     max_concurrency: int | None = None
     """Largest number of requests in flight, waiting ones included; by default 1024
     (serve.limits.concurrency)."""
@@ -163,7 +168,7 @@ class ServeOptions:
     threads: int | None = None
     """Number of requests of each transport that are handled at a time; by default 64 (serve.threads)."""
     predict_threads: int | None = None
-    """Threads that compute one batch; by default as many as torch uses (serve.predict_threads)."""
+    """Threads that compute one batch, of torch, too; by default 1 (serve.predict_threads)."""
     allow_module: bool = False
     """Import and run the Python code of a model that could not be exported as a graph."""
     compiled: bool = False

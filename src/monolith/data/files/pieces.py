@@ -26,8 +26,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -39,7 +38,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.concurrency import Future, ThreadPoolExecutor
+from monolith.concurrency import ThreadPoolExecutor
+from monolith.data.files.reading_ahead import InOrder, LoadedPiece, close_iterator
 from monolith.data.format import Chunk, Format
 from monolith.data.records import Records, concat
 from monolith.data.shuffling import Block, ShuffleConfig, permutation
@@ -50,8 +50,6 @@ FEW_OPEN = 8
 """Pieces that are open at once even if fewer fill the buffer, as row groups do, unless they are large."""
 FEW_OPEN_BYTES = 1 << 30
 """Memory of open pieces beyond which no more are opened than the buffer needs, and two."""
-AHEAD_BYTES = 256 << 20
-"""Memory of pieces that are read ahead of their turn, about."""
 MOST_OPEN = 256
 """The most pieces that are open at once: each is a few numbers in a position."""
 _BLOCK_RECORDS = 32_768
@@ -191,70 +189,6 @@ class _PieceReader:
         close_iterator(self.chunks)
 
 
-class _Loaded(NamedTuple):
-    """A piece that was read ahead: its first chunk, None if there is none, and the chunks after it."""
-
-    chunk: Chunk | None
-    rest: Iterator[Chunk]
-
-
-class _PieceLoader:
-    """Reads pieces ahead of their turn, in threads, in the order in which they will be opened.
-
-    Which pieces are opened, and when, does not depend on it: it only saves the wait.
-
-        pieces   ──submit, a few ahead──►  threads: read, parse   ──take, in order──►  `_open_more`
-    """
-
-    def __init__(
-        self, threads: int, load: Callable[[OpenPiece], _Loaded | None], pieces: Iterator[OpenPiece]
-    ) -> None:
-        self._most = 2 * threads
-        self._load = load
-        self._pieces = pieces
-        self._pool = ThreadPoolExecutor(threads, "monolith-read")
-        self._loading: deque[tuple[OpenPiece, Future[_Loaded | None]]] = deque()
-        self._began = False
-
-    def take(self, piece: OpenPiece, piece_bytes: int) -> Iterator[Chunk] | None:
-        """Return the chunks of the next piece; None if it was not read ahead.
-
-        Args:
-            piece_bytes: Memory of a piece, about: row groups are large, and then fewer are read ahead.
-        """
-        found = self._loading.popleft() if self._loading else (next(self._pieces, None), None)
-        ahead = min(self._most, max(AHEAD_BYTES // max(piece_bytes, 1), 2))
-        # The first piece of all is read by the caller, alone: formats say once what is odd about a file.
-        while self._began and len(self._loading) < ahead and (then := next(self._pieces, None)) is not None:
-            self._loading.append((then, self._pool.submit(self._load, then)))
-        self._began = True
-        known, future = found
-        assert known == piece, "pieces are opened in the order in which they are read ahead"
-        loaded = None if future is None else future.result()
-        return None if loaded is None else _chunks_of(loaded)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        for _, future in self._loading:
-            if not future.cancelled() and future.exception() is None and (loaded := future.result()):
-                close_iterator(loaded.rest)
-
-
-def _chunks_of(loaded: _Loaded) -> Iterator[Chunk]:
-    try:
-        if loaded.chunk is not None:
-            yield loaded.chunk
-            yield from loaded.rest
-    finally:
-        close_iterator(loaded.rest)
-
-
-def close_iterator(chunks: Iterator[Chunk]) -> None:
-    """Close the file of a reader that was not read to its end."""
-    if isinstance(chunks, Generator):
-        chunks.close()
-
-
 class ShuffledPieces:
     """The records of a list of files, shuffled. One thread reads, and any may ask for a fraction.
 
@@ -290,8 +224,8 @@ class ShuffledPieces:
         self._columns = columns
         self._epochs = epochs
         self._shuffle = shuffle
-        self._loader: _PieceLoader | None = None
-        """Reads pieces ahead while `blocks` iterates."""
+        self._loader: InOrder[LoadedPiece | None] | None = None
+        """Reads pieces ahead while `blocks` iterates, in the order in which they are opened."""
         self._on_chunk = on_chunk
         self._on_empty = on_empty
         self._ends: list[dict[int, int | None] | None] = [None] * len(paths)
@@ -406,7 +340,10 @@ class ShuffledPieces:
         """
         readers: list[_PieceReader] = []
         if threads:
-            self._loader = _PieceLoader(threads, self._load, self._unopened_pieces(cursor, shard))
+            pieces = self._unopened_pieces(cursor, shard)
+            tasks = (partial(self._load, one) for one in pieces)
+            # The first piece of all is read alone: formats say once what is odd about a file.
+            self._loader = InOrder(threads, "monolith-read", tasks, first_alone=True)
         try:
             while True:
                 # 1. Windows first: at the end of an epoch, or those of former workers.
@@ -448,7 +385,9 @@ class ShuffledPieces:
             for reader in readers:
                 reader.close()
             if self._loader is not None:
-                self._loader.close()
+                for loaded in self._loader.close():
+                    if loaded is not None:
+                        close_iterator(loaded.rest)
                 self._loader = None
 
     def _unopened_pieces(self, cursor: ShuffleCursor, shard: Shard) -> Iterator[OpenPiece]:
@@ -465,7 +404,7 @@ class ShuffledPieces:
                 assert found is not None
                 yield OpenPiece(one.epoch, *found)
 
-    def _load(self, piece: OpenPiece) -> _Loaded | None:
+    def _load(self, piece: OpenPiece) -> LoadedPiece | None:
         """Read the first chunk of a piece, in any thread; None for a file that cannot be split."""
         ends = self._ends[piece.file]
         if ends is None or None in ends.values():
@@ -474,7 +413,7 @@ class ShuffledPieces:
         chunk = next(chunks, None)
         if chunk is not None:
             chunk.records.prepare()
-        return _Loaded(chunk, chunks)
+        return LoadedPiece(chunk, chunks)
 
     def _has_more(self, readers: Sequence[_PieceReader], cursor: ShuffleCursor) -> bool:
         """Whether open pieces are read in turn: their epoch has more pieces to open, or a piece more
@@ -545,10 +484,8 @@ class ShuffledPieces:
             rest = (unopened._replace(first=unopened.first + unopened.step), *cursor.rest[1:])
             cursor = replace(cursor, rest=rest, opened=cursor.opened + 1)
             piece = OpenPiece(unopened.epoch, *found)
-            loaded = None
-            if self._loader is not None:
-                loaded = self._loader.take(piece, used // max(len(readers), 1))
-            reader = self._reader(piece, loaded)
+            loaded = None if self._loader is None else self._loader.take(used // max(len(readers), 1))
+            reader = self._reader(piece, None if loaded is None else loaded.chunks())
             try:
                 cursor = self._read_chunk(reader, cursor)
             finally:

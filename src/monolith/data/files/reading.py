@@ -1,6 +1,8 @@
 """Reading files chunk by chunk, in the order that a `FileOrder` says, and shuffling them block by block.
 
-    FileOrder.after(cursor) ──► file ──Format.chunks──► chunks ──Shuffler──► blocks of records with cursors
+    FileOrder.after(cursor) ──► file ──Format.parts──► chunks ──Shuffler──► blocks of records with cursors
+
+With threads, parts of the file are parsed ahead (`reading_ahead`); of a list of files, also of the next ones.
 
 A reader waits for files that are yet to appear: it yields a cursor while there is nothing to read, so that
 the source can yield a batch that is not full. Lists of files that are shuffled as a whole are read by
@@ -10,13 +12,16 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from monolith.data.files.bad_records import RecordChecks
 from monolith.data.files.cursors import FileCursor, RemainingFile, block_of
 from monolith.data.files.order import FileOrder, ReadProgress, Step
-from monolith.data.format import Chunk, Format
+from monolith.data.files.reading_ahead import InOrder
+from monolith.data.format import Chunk, Format, Part
 from monolith.data.shuffling import Block, ShuffleConfig, ShuffledBlock, Shuffler, permutation
 from monolith.data.source import closed_after
 from monolith.errors import DataError
@@ -33,6 +38,65 @@ class _ReadChunk:
     waits: bool = False
 
 
+class _FileChunks:
+    """The chunks of one file after the other, parsed ahead if there are threads.
+
+    Of a list of files it is known which file is next, so the threads continue with that one.
+    """
+
+    def __init__(self, form: Format, columns: Sequence[str] | None, threads: int, order: FileOrder) -> None:
+        self._form, self._columns, self._order = form, columns, order
+        self._threads = threads
+        self._ahead: InOrder[tuple[Sequence[Chunk], bool]] | None = None
+        """Yields chunks, and whether their file ends with them."""
+
+    def of(self, cursor: FileCursor) -> Iterator[Chunk]:
+        """Yield the chunks of the file of a cursor from there on; call it for each file, in their order."""
+        assert cursor.file is not None
+        if not self._threads:
+            yield from self._form.chunks(cursor.file, start=cursor.place, columns=self._columns)
+            return
+        if self._ahead is None:
+            self._ahead = InOrder(self._threads, "monolith-read", self._tasks(cursor))
+        ended, size = False, 0
+        try:
+            while not ended and (found := self._ahead.take(size)) is not None:
+                chunks, ended = found
+                size = sum(chunk.records.nbytes for chunk in chunks) or size
+                yield from chunks
+        finally:
+            if not ended or not self._order.repeats_order:
+                self.close()
+
+    def _tasks(self, cursor: FileCursor) -> Iterator[Callable[[], tuple[Sequence[Chunk], bool]]]:
+        while True:
+            assert cursor.file is not None
+            for part in self._form.parts(cursor.file, start=cursor.place, columns=self._columns):
+                yield partial(_parse, part)
+            yield _end_file
+            # Only a list says what is next without a side effect, such as a lease.
+            step = self._order.after(cursor) if self._order.repeats_order else Step.END
+            if not isinstance(step, FileCursor):
+                return
+            cursor = step
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+
+def _parse(part: Part) -> tuple[Sequence[Chunk], bool]:
+    chunks = part()
+    for chunk in chunks:
+        chunk.records.prepare()
+    return chunks, False
+
+
+def _end_file() -> tuple[Sequence[Chunk], bool]:
+    return (), True
+
+
 class FileReader:
     """Reads files chunk by chunk, and checks what it reads.
 
@@ -40,10 +104,13 @@ class FileReader:
     them and to fill batches. Positions are therefore made of the cursors of blocks, never of `reached`.
     """
 
-    def __init__(self, form: Format, columns: Sequence[str] | None, checks: RecordChecks) -> None:
+    def __init__(
+        self, form: Format, columns: Sequence[str] | None, checks: RecordChecks, threads: int = 0
+    ) -> None:
         self._form = form
         self._columns = columns
         self._checks = checks
+        self._threads = threads
         self.reached = FileCursor()
 
     def blocks(
@@ -94,36 +161,36 @@ class FileReader:
         self.reached = cursor
         if progress is not None:
             progress.restart()
-        while True:
-            if cursor.file is not None and not order.is_lost(cursor):
-                begun, found = cursor.place, False
-                reader = self._form.chunks(cursor.file, start=cursor.place, columns=self._columns)
-                with closed_after(reader) as chunks:
-                    for chunk in chunks:
-                        found = found or bool(len(chunk.records) or chunk.bad)
-                        self._check(cursor, chunk)
-                        if progress is not None:
-                            progress.note(cursor, chunk)
-                        yield _ReadChunk(cursor, chunk)
-                        cursor = self.reached
-                        if order.is_lost(cursor):
-                            _log.warning(
-                                "file source: the lease on %s expired; another worker continues the file",
-                                cursor.file,
-                            )
-                            break
-                if not begun and not found and not order.grows and cursor.file is not None:
-                    self._checks.note_empty(cursor.file)
-                yield _ReadChunk(cursor)
-            step = order.after(cursor)
-            while step is Step.WAIT:
-                yield _ReadChunk(cursor, waits=True)
-                order.wait()
+        with closing(_FileChunks(self._form, self._columns, self._threads, order)) as files:
+            while True:
+                if cursor.file is not None and not order.is_lost(cursor):
+                    begun, found = cursor.place, False
+                    with closed_after(files.of(cursor)) as chunks:
+                        for chunk in chunks:
+                            found = found or bool(len(chunk.records) or chunk.bad)
+                            self._check(cursor, chunk)
+                            if progress is not None:
+                                progress.note(cursor, chunk)
+                            yield _ReadChunk(cursor, chunk)
+                            cursor = self.reached
+                            if order.is_lost(cursor):
+                                _log.warning(
+                                    "file source: the lease on %s expired; another worker continues the file",
+                                    cursor.file,
+                                )
+                                break
+                    if not begun and not found and not order.grows and cursor.file is not None:
+                        self._checks.note_empty(cursor.file)
+                    yield _ReadChunk(cursor)
                 step = order.after(cursor)
-            if not isinstance(step, FileCursor):
-                return
-            # The counts are those of this reader, across files.
-            cursor = self.reached = replace(step, good=cursor.good, bad=cursor.bad)
+                while step is Step.WAIT:
+                    yield _ReadChunk(cursor, waits=True)
+                    order.wait()
+                    step = order.after(cursor)
+                if not isinstance(step, FileCursor):
+                    return
+                # The counts are those of this reader, across files.
+                cursor = self.reached = replace(step, good=cursor.good, bad=cursor.bad)
 
     def _check(self, cursor: FileCursor, chunk: Chunk) -> None:
         assert cursor.file is not None

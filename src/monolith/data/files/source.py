@@ -76,8 +76,8 @@ class FileSource(Source, WorkQueueSource):
         max_wait: With a watch, how long the first record of a batch waits for the rest of it, before the
             batch is yielded as it is; None does not wait.
         clock: Seconds that only grow.
-        threads: How many read and parse the pieces of a shuffled list ahead; 0 reads in the thread that
-            iterates. Records and their order do not depend on it.
+        threads: How many parse files ahead; 0 parses in the thread that iterates. Records and their order do
+            not depend on it.
 
     Examples:
         >>> from pathlib import Path
@@ -129,10 +129,11 @@ class FileSource(Source, WorkQueueSource):
             if shuffle is not None:
                 raise ConfigError("file source: files that grow are read in their order; leave shuffle out")
             format = growing_text(format, files.patterns)  # noqa: A001  as above
+            threads = 0  # what was appended is little, and a file is opened for each of it
         self._format = format
         self._columns = None if columns is None else list(columns)
         self._checks = RecordChecks(bad, self._columns, metrics)
-        self._reader = FileReader(format, self._columns, self._checks)
+        self._reader = FileReader(format, self._columns, self._checks, threads)
         self._batch_size = batch_size
         self._epochs = epochs
         self._shuffle = shuffle

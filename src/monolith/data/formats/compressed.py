@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
@@ -84,6 +84,66 @@ class OpenText:
         Of a compressed one, that is about as many as were read by now.
         """
         return place if self._stream is None else self._stream.reached
+
+
+READ_BYTES = 64 << 10
+"""Read beyond a chunk, so that its last record is there to the end and more."""
+
+
+class TextWindow:
+    """A range of bytes of a text file, which moves forward."""
+
+    def __init__(self, file: BinaryIO, place: int) -> None:
+        file.seek(place)
+        self._file = file
+        self.place = place
+        """Where in the file it begins."""
+        self.view = memoryview(b"")
+        self.last = False
+        """Whether the file ends with it."""
+
+    def fill(self, size: int) -> None:
+        """Read on until there are `size` bytes, or all there are."""
+        if self.last or len(self.view) >= size:
+            return
+        parts = [bytes(self.view)]
+        missing = size - len(self.view)
+        while missing > 0 and not self.last:
+            parts.append(self._file.read(missing))
+            missing -= len(parts[-1])
+            self.last = not parts[-1]
+        self.view = memoryview(b"".join(parts))  # other memory: views of the former one stay as they are
+
+    def move(self, size: int) -> None:
+        """Leave bytes behind."""
+        self.view = self.view[size:]
+        self.place += size
+
+    def cut(
+        self, chunk_bytes: int, find_end: Callable[[memoryview, bool, int], tuple[bool, int]]
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield the rest of the file in chunks that are not parsed: where each begins, and its bytes.
+
+        Args:
+            find_end: As `native.find_csv_chunk_end`, of a format.
+        """
+        while True:
+            # As much is shown each time, whatever is there: a chunk must not depend on the one before.
+            shown = chunk_bytes + READ_BYTES
+            while True:
+                self.fill(shown)
+                last = self.last and len(self.view) <= shown
+                whole, end = find_end(self.view[:shown], last, chunk_bytes)
+                if whole:
+                    break
+                # The chunk's last record is longer than the bytes shown: show more.
+                self.move(end)
+                shown = 2 * shown + READ_BYTES
+            if not end:
+                return
+            place, view = self.place, self.view[:end]
+            self.move(end)
+            yield place, view
 
 
 @contextlib.contextmanager

@@ -19,18 +19,21 @@ import copy
 import csv
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import BinaryIO, Self
+from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from monolith import native
-from monolith.data.format import BadRecord, Chunk, OddColumn, TextFormat
-from monolith.data.formats.compressed import OpenText, compression_of, write_text
+from monolith.concurrency import Future, Lock
+from monolith.data.format import BadRecord, Chunk, OddColumn, Part, TextFormat
+from monolith.data.formats.compressed import READ_BYTES, OpenText, TextWindow, compression_of, write_text
 from monolith.data.records import DTYPES, Records, as_read
 from monolith.data.row_gathering import GatheredColumns, RowBlock
 from monolith.errors import ConfigError, CorruptFileError, DataError
@@ -38,9 +41,6 @@ from monolith.feature import ColumnKind
 from monolith.feature.spec.times import TIME
 
 _log = logging.getLogger(__name__)
-
-_READ_BYTES = 64 << 10
-"""Read beyond a chunk, so that its last record is there to the end and more."""
 
 _TYPES = {
     torch.int64: native.ColumnType.INT64,
@@ -111,9 +111,9 @@ class CsvFormat(TextFormat):
         self._looked_at: set[str] = set()
         """Columns that were read as text, and whether that was meant was looked into."""
 
-    def chunks(
+    def parts(
         self, path: str, *, start: int = 0, columns: Sequence[str] | None = None, end: int | None = None
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[Part]:
         with OpenText(path, end) as text:
             layout = self._head(path, lambda: self._read_layout(text.file, path, columns))
             if layout is None:
@@ -121,42 +121,28 @@ class CsvFormat(TextFormat):
             if not start:
                 self._warn_of_delimiter(path, layout.names)
             wanted = [name for name in layout.names if columns is None or name in columns]
-            kinds: dict[str, ColumnKind] | None = None
             lines = _Lines(path)
             self._warn_of_odd(text.file, layout, wanted, lines)
             positions = [(layout.names.index(name), _TYPES[layout.types[name]]) for name in wanted]
             parser = native.CsvParser(self._dialect, len(layout.names), positions)
-            window = _Window(text.file, max(start, layout.begin))
-            while True:
-                parsed = self._parse(parser, window)
-                bad = _bad_records(parsed, wanted, window, lines)
-                records = csv_records(parsed, wanted)
-                if kinds is None and self._heads is None:
-                    kinds = self._kinds(records, layout, window)
-                elif kinds is None:
-                    # Of pieces in any order, it is the beginning of the file that tells, for all of them.
-                    kinds = self._head(path, lambda: self._first_kinds(path, layout, wanted), "kinds")
-                window.move(parsed.next)
-                if not parsed.records and not bad:
-                    return
-                yield Chunk(replace(records, kinds=kinds), window.place, bad, text.reached(window.place))
+            # The first part tells how columns are written again; parsing later ones waits for that.
+            kinds: Future[dict[str, ColumnKind]] = Future()
+            tell: Callable[[Records, memoryview], dict[str, ColumnKind]] | None
+            tell = partial(self._kinds, layout)
+            if self._heads is not None:
+                # Of pieces in any order, it is the beginning of the file that tells, for all of them.
+                kinds.set_result(
+                    self._head(path, lambda: self._first_kinds(path, layout, parser, wanted), "kinds")
+                )
+                tell = None
+            window = TextWindow(text.file, max(start, layout.begin))
+            for place, view in window.cut(self._chunk_bytes, self._find_end):
+                part = _CsvPart(place, view, window.place, text.reached(window.place))
+                yield partial(part.parse, parser, wanted, lines, kinds, tell)
+                tell = None
 
-    def _parse(self, parser: native.CsvParser, window: _Window) -> native.ParsedCsv:
-        """Return the chunk at the beginning of a window, which the parser is shown as much of as it takes.
-
-        That is the same amount for a window that was filled further before: a chunk must not depend on the
-        one before it.
-        """
-        shown = self._chunk_bytes + _READ_BYTES
-        while True:
-            window.fill(shown)
-            last = window.last and len(window.view) <= shown
-            parsed = parser.parse(window.view[:shown], last, self._chunk_bytes)
-            if parsed.whole:
-                return parsed
-            # The chunk's last record is longer than the bytes shown: show more.
-            window.move(parsed.next)
-            shown = 2 * shown + _READ_BYTES
+    def _find_end(self, view: memoryview, last: bool, chunk_bytes: int) -> tuple[bool, int]:
+        return native.find_csv_chunk_end(self._dialect, view, last, chunk_bytes)
 
     def finished_bytes(self, piece: bytes) -> int:
         """Return how many bytes of a piece, which begins with a record, are records that are finished.
@@ -174,39 +160,16 @@ class CsvFormat(TextFormat):
         return end if end - at > self._record_bytes else at
 
     def bounds(self, path: str) -> list[int] | None:
-        """Return the bytes at which chunks begin, reading the file once; see `Format`.
-
-        A newline in quotes ends no record, so the native core finds the end of each chunk with a quote in it.
-        Without a quote, the next newline is the end: about ten times as fast.
-        """
+        """Return the bytes at which chunks begin, reading the file once; see `Format`."""
         if compression_of(path) is not None:
             return None
         with OpenText(path) as text:
             layout = self._head(path, lambda: self._read_layout(text.file, path))
             if layout is None:
                 return []
-            parser = native.CsvParser(self._dialect, len(layout.names), [])
-            window, found = _Window(text.file, layout.begin), [0]
-            while True:
-                window.fill(self._chunk_bytes + _READ_BYTES)
-                end = self._plain_end(bytes(window.view[: self._chunk_bytes + _READ_BYTES]))
-                if end is None:
-                    parsed = self._parse(parser, window)
-                    if not parsed.records and not parsed.bad:
-                        return found if len(found) > 1 else []
-                    end = parsed.next
-                window.move(end)
-                found.append(window.place)
-
-    def _plain_end(self, data: bytes) -> int | None:
-        """Return where a chunk at the beginning of some bytes ends; None if only a parser can tell: there is
-        a quote, a blank line at its end, nothing but blank lines, or maybe a truncated record."""
-        end = data.find(b"\n", self._chunk_bytes - 1) + 1
-        if not 0 < end < len(data) or b'"' in data or len(data) > self._record_bytes:
-            return None
-        if data[end] in b"\r\n" or not data[:end].strip(b"\r\n"):
-            return None
-        return end
+            window = TextWindow(text.file, layout.begin)
+            ends = [place + len(view) for place, view in window.cut(self._chunk_bytes, self._find_end)]
+        return [0, *ends] if ends else []
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
@@ -256,17 +219,17 @@ class CsvFormat(TextFormat):
                 continue
             number = (layout.names.index(name), native.ColumnType.FLOAT)
             parser = native.CsvParser(self._dialect, len(layout.names), [number])
-            window = _Window(file, layout.begin)
+            window = TextWindow(file, layout.begin)
             first: tuple[int, bytes] | None = None
             line = records = odd = 0
             while (left := layout.begin + layout.sniffed - window.place) > 0:
                 size = min(left, self._chunk_bytes)
-                window.fill(size + _READ_BYTES)
+                window.fill(size + READ_BYTES)
                 parsed = parser.parse(window.view, window.last, size)
                 found = [(begin, value) for begin, _, _, column, value in parsed.bad if column is not None]
                 if found and first is None:
                     first = found[0]
-                    line = lines.number(window.place + first[0], window)
+                    line = lines.number(window.place + first[0])
                 records, odd = records + parsed.records, odd + len(found)
                 if not parsed.next or odd > _ODD_FRACTION * records:
                     break
@@ -279,17 +242,17 @@ class CsvFormat(TextFormat):
                 )
                 yield OddColumn(text, odd <= _SLIP_FRACTION * records)
 
-    def _first_kinds(self, path: str, layout: _Layout, wanted: Sequence[str]) -> dict[str, ColumnKind]:
+    def _first_kinds(
+        self, path: str, layout: _Layout, parser: native.CsvParser, wanted: Sequence[str]
+    ) -> dict[str, ColumnKind]:
         """Return the same as `_kinds` of the first chunk of a file."""
         with OpenText(path) as text:
-            window = _Window(text.file, layout.begin)
-            positions = [(layout.names.index(name), _TYPES[layout.types[name]]) for name in wanted]
-            parser = native.CsvParser(self._dialect, len(layout.names), positions)
-            records = csv_records(self._parse(parser, window), wanted)
-            return self._kinds(records, layout, window)
+            window = TextWindow(text.file, layout.begin)
+            _, view = next(window.cut(self._chunk_bytes, self._find_end), (0, memoryview(b"")))
+            return self._kinds(layout, csv_records(parser.parse(view, True, len(view)), wanted), view)
 
-    def _kinds(self, records: Records, layout: _Layout, window: _Window) -> dict[str, ColumnKind]:
-        """Return how the columns of a file are written again, as its first chunk tells."""
+    def _kinds(self, layout: _Layout, records: Records, view: memoryview) -> dict[str, ColumnKind]:
+        """Return how the columns of a file are written again, as a chunk of it tells."""
         kinds = {}
         for name, column in records.columns.items():
             written = _WRITTEN[column.dtype]
@@ -297,7 +260,7 @@ class CsvFormat(TextFormat):
                 # A negative number, or an unsigned one of more than 63 bits: only its text says which.
                 texts = native.CsvParser(
                     self._dialect, len(layout.names), [(layout.names.index(name), native.ColumnType.BYTES)]
-                ).parse(window.view, window.last, self._chunk_bytes)
+                ).parse(view, True, len(view))
                 rows = csv_records(texts, [name]).strings(name)
                 if any(text.isdigit() and int(text) >= 1 << 63 for row in rows for text in row):
                     written = "uint64"
@@ -310,7 +273,7 @@ class CsvFormat(TextFormat):
         Args:
             columns: Those whose types are wanted; None for all.
         """
-        window = _Window(file, 0)
+        window = TextWindow(file, 0)
         window.fill(len(codecs.BOM_UTF8))
         if bytes(window.view).startswith(codecs.BOM_UTF8):  # spreadsheets put it before the first name
             window.move(len(codecs.BOM_UTF8))
@@ -334,14 +297,14 @@ class CsvFormat(TextFormat):
                 window.move(sniffer.take(window.view, window.last))
                 if window.last:
                     break
-                window.fill(2 * len(window.view) + _READ_BYTES)
+                window.fill(2 * len(window.view) + READ_BYTES)
             for name, found in zip(names, sniffer.types, strict=True):
                 is_rounded = _DTYPES[found] is torch.float32 and self._types.get(name) is TIME
                 # A time with fractions stays text: a float32 holds today's seconds to a minute or two.
                 types.setdefault(name, torch.uint8 if is_rounded else _DTYPES[found])
         return _Layout(names, types, begin, max(window.place - begin, 1))
 
-    def _first_record(self, window: _Window, path: str) -> list[bytes] | None:
+    def _first_record(self, window: TextWindow, path: str) -> list[bytes] | None:
         """Move behind the first record, and return its fields; None if there is none."""
         while True:
             try:
@@ -351,7 +314,7 @@ class CsvFormat(TextFormat):
             window.move(end)
             if fields is not None or window.last:
                 return fields
-            window.fill(2 * len(window.view) + _READ_BYTES)
+            window.fill(2 * len(window.view) + READ_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,62 +330,69 @@ class _Layout:
 
 
 class _Lines:
-    """Tells which line of a file a byte is in, as an editor counts them. Continues from the last byte it was
-    asked for."""
+    """Tells which line of a file a byte is in, as an editor counts them. Safe from any thread.
+
+    Remembers the lines it was asked for: the next question is mostly about a byte a little further on.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._place = 0
-        self._line = 1
+        self._lock = Lock()  # guards both lists, which rise together
+        self._places, self._lines = [0], [1]
 
-    def number(self, place: int, window: _Window) -> int:
-        """Return the line, from 1 on, that a byte of a window is in; best asked for in order."""
-        if place < self._place:
-            self._place, self._line = 0, 1
-        if self._place < window.place:
-            self._read_to(window.place)
-        self._pass(bytes(window.view[self._place - window.place : place - window.place]))
-        return self._line
-
-    def _read_to(self, place: int) -> None:
-        with OpenText(self.path) as text:
-            text.file.seek(self._place)
-            while self._place < place and (piece := text.file.read(min(place - self._place, 1 << 20))):
-                self._pass(piece)
-
-    def _pass(self, piece: bytes) -> None:
-        self._place += len(piece)
-        self._line += piece.count(b"\n")
+    def number(self, place: int) -> int:
+        """Return the line, from 1 on, that a byte of the file is in."""
+        with self._lock:
+            nearest = bisect_right(self._places, place) - 1
+            at, line = self._places[nearest], self._lines[nearest]
+            with OpenText(self.path) as text:
+                text.file.seek(at)
+                while at < place and (piece := text.file.read(min(place - at, 1 << 20))):
+                    at += len(piece)
+                    line += piece.count(b"\n")
+            if at > self._places[nearest]:
+                self._places.insert(nearest + 1, at)
+                self._lines.insert(nearest + 1, line)
+            return line
 
 
-class _Window:
-    """A range of bytes of a file, which moves forward."""
+class _CsvPart(NamedTuple):
+    """The bytes of a chunk, and where it is."""
 
-    def __init__(self, file: BinaryIO, place: int) -> None:
-        file.seek(place)
-        self._file = file
-        self.place = place
-        """Where in the file it begins."""
-        self.view = memoryview(b"")
-        self.last = False
-        """Whether the file ends with it."""
+    place: int
+    view: memoryview
+    next: int
+    reached: int
 
-    def fill(self, size: int) -> None:
-        """Read on until there are `size` bytes, or all there are."""
-        if self.last or len(self.view) >= size:
-            return
-        parts = [bytes(self.view)]
-        missing = size - len(self.view)
-        while missing > 0 and not self.last:
-            parts.append(self._file.read(missing))
-            missing -= len(parts[-1])
-            self.last = not parts[-1]
-        self.view = memoryview(b"".join(parts))
+    def parse(
+        self,
+        parser: native.CsvParser,
+        names: Sequence[str],
+        lines: _Lines,
+        kinds: Future[dict[str, ColumnKind]],
+        tell: Callable[[Records, memoryview], dict[str, ColumnKind]] | None,
+    ) -> tuple[Chunk]:
+        """Return the records of the chunk.
 
-    def move(self, size: int) -> None:
-        """Leave bytes behind."""
-        self.view = self.view[size:]
-        self.place += size
+        Args:
+            tell: Says of what kinds columns are, if no other part does; otherwise those are waited for.
+        """
+        try:
+            parsed = parser.parse(self.view, True, len(self.view))
+            records = csv_records(parsed, names)
+            if tell is not None:
+                # Looking at values moves them, so that is done with records of its own.
+                kinds.set_result(tell(records.take(torch.arange(len(records))), self.view))
+        except BaseException as error:
+            if tell is not None:
+                kinds.set_exception(error)
+            raise
+        bad = []
+        for begin, size, reason, column, value in parsed.bad:
+            what = "" if column is None else f"column {names[column]!r}: {_shown(value)} "
+            place, payload = self.place + begin, bytes(self.view[begin : begin + size])
+            bad.append(BadRecord(place, f"line {lines.number(place)}: {what}{reason}", payload))
+        return (Chunk(replace(records, kinds=kinds.result()), self.next, tuple(bad), self.reached),)
 
 
 def csv_parser(
@@ -439,18 +409,6 @@ def csv_records(parsed: native.ParsedCsv, names: Sequence[str]) -> Records:
     """Return the records that a parser found, given the names of its columns."""
     rows, block = np.arange(parsed.records), RowBlock.parsed(names, parsed.take_block())
     return Records(parsed.records, GatheredColumns.of(block, rows), complete=True)
-
-
-def _bad_records(
-    parsed: native.ParsedCsv, names: Sequence[str], window: _Window, lines: _Lines
-) -> tuple[BadRecord, ...]:
-    bad = []
-    for begin, size, reason, column, value in parsed.bad:
-        place = window.place + begin
-        what = "" if column is None else f"column {names[column]!r}: {_shown(value)} "
-        payload = bytes(window.view[begin : begin + size])
-        bad.append(BadRecord(place, f"line {lines.number(place, window)}: {what}{reason}", payload))
-    return tuple(bad)
 
 
 def _shown(value: bytes) -> str:

@@ -13,15 +13,18 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, BinaryIO, Self
 
+import numpy as np
 import torch
 
-from monolith.data.format import BadRecord, Chunk, TextFormat
-from monolith.data.formats.compressed import OpenText, compression_of, write_text
+from monolith import native
+from monolith.data.format import BadRecord, Chunk, Part, TextFormat
+from monolith.data.formats.compressed import OpenText, TextWindow, compression_of, write_text
 from monolith.data.formats.memory import (
     Cell,
     cells_of,
@@ -32,10 +35,18 @@ from monolith.data.formats.memory import (
     values_of,
     wider,
 )
-from monolith.data.records import DTYPES, Records, as_read
+from monolith.data.records import DTYPES, Records, as_read, concat
+from monolith.data.row_gathering import GatheredColumns, RowBlock
 from monolith.errors import ConfigError, DataError
 from monolith.feature import ColumnKind
 from monolith.feature.spec.times import TIME
+
+_COLUMNS = {
+    torch.int64: native.ColumnType.INT64,
+    torch.float32: native.ColumnType.FLOAT,
+    torch.uint8: native.ColumnType.BYTES,
+    TIME: native.ColumnType.BYTES,
+}
 
 _Found = tuple[dict[str, torch.dtype], dict[str, ColumnKind]]
 """What the first records of a file tell: the type of each key, and how it is written there."""
@@ -75,9 +86,9 @@ class JsonLinesFormat(TextFormat):
         super().__init__(chunk_bytes)
         self._record_bytes = record_bytes
 
-    def chunks(
+    def parts(
         self, path: str, *, start: int = 0, columns: Sequence[str] | None = None, end: int | None = None
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[Part]:
         with OpenText(path, end) as text:
             file = text.file
             # Nothing is to be told from the first records if all that is wanted has a type. Those of a file
@@ -87,24 +98,35 @@ class JsonLinesFormat(TextFormat):
             types, found = (known, {}) if typed else self._head(path, lambda: self._infer(file))
             wanted = {name: dtype for name, dtype in types.items() if columns is None or name in columns}
             kinds = {name: kind for name, kind in found.items() if name in wanted}
-            file.seek(start)
-            rows: list[Mapping[str, Cell]] = []
-            bad: list[BadRecord] = []
-            begun = reached = start
-            for place, line in self._lines(file, start):
-                if place - begun >= self._chunk_bytes and (rows or bad):
-                    yield Chunk(rows_as_records(rows, wanted, kinds), place, tuple(bad), text.reached(place))
-                    rows, bad, begun = [], [], place
-                reached = place + len(line)
-                try:
-                    if len(line) > self._record_bytes:
-                        raise ValueError(f"longer than {self._record_bytes} bytes, cut there")
-                    row = json_object(line)
-                    rows.append(cells_of(row, wanted) if typed else read_row(row, types, wanted))
-                except ValueError as cause:  # malformed JSON and UTF-8, too
-                    bad.append(BadRecord(place, f"line at byte {place}: {cause}", line))
-            if rows or bad:
-                yield Chunk(rows_as_records(rows, wanted, kinds), reached, tuple(bad), text.reached(reached))
+            # Other keys than these are ignored, or make a record a bad one.
+            parser = JsonRows(wanted, None if typed else types, kinds)
+            window = TextWindow(file, start)
+            for place, view in window.cut(self._chunk_bytes, self._find_end):
+                reached = text.reached(window.place)
+                yield partial(self._parse, parser, place, view, window.place, reached)
+
+    def _find_end(self, view: memoryview, last: bool, chunk_bytes: int) -> tuple[bool, int]:
+        return native.find_lines_chunk_end(view, last, chunk_bytes, self._record_bytes)
+
+    def _parse(
+        self, parser: JsonRows, place: int, view: memoryview, after: int, reached: int
+    ) -> tuple[Chunk]:
+        """Return the records of the lines that begin at a place of the file."""
+        bad: list[BadRecord] = []
+
+        def judge(begin: int, size: int, read: Callable[[bytes], Row]) -> Row | None:
+            line = bytes(view[begin : begin + size])
+            try:
+                if size > self._record_bytes:
+                    raise ValueError(f"longer than {self._record_bytes} bytes, cut there")
+                return read(line)
+            except ValueError as cause:  # malformed JSON and UTF-8, too
+                at = place + begin
+                bad.append(BadRecord(at, f"line at byte {at}: {cause}", line))
+                return None
+
+        records = parser.records(parser.native.parse_lines(view, self._record_bytes), judge)
+        return (Chunk(records, after, tuple(bad), reached),)
 
     def finished_bytes(self, piece: bytes) -> int:
         end = piece.rfind(b"\n") + 1
@@ -119,13 +141,10 @@ class JsonLinesFormat(TextFormat):
         """Return the bytes at which chunks begin, by looking for line ends alone; see `Format`."""
         if compression_of(path) is not None:
             return None
-        found, end = [0], 0
         with OpenText(path) as text:
-            for place, line in self._lines(text.file, 0):
-                if end and place - found[-1] >= self._chunk_bytes:
-                    found.append(place)
-                end = place + len(line)
-        return [*found, end] if end else []
+            window = TextWindow(text.file, 0)
+            ends = [place + len(view) for place, view in window.cut(self._chunk_bytes, self._find_end)]
+        return [0, *ends] if ends else []
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
@@ -166,6 +185,68 @@ class JsonLinesFormat(TextFormat):
             if line.strip():
                 yield place, line
             place += len(line)
+
+
+Row = Mapping[str, Cell]
+
+
+class JsonRows:
+    """Makes records of JSON objects: by the core, and by Python those that the core finds odd.
+
+    Both make the same of an object, so where the line between them is only matters for speed.
+
+    Args:
+        wanted: Key to its type.
+        known: All keys that an object may have; None if it may have any.
+    """
+
+    def __init__(
+        self,
+        wanted: Mapping[str, torch.dtype],
+        known: Mapping[str, torch.dtype] | None = None,
+        kinds: Mapping[str, ColumnKind] | None = None,
+    ) -> None:
+        self._wanted, self._known, self._kinds = wanted, known, kinds or {}
+        others = None if known is None else [name for name in known if name not in wanted]
+        self.native = native.JsonParser(
+            [(name, _COLUMNS[dtype], dtype is TIME) for name, dtype in wanted.items()], others
+        )
+
+    def records(
+        self,
+        parsed: native.ParsedJson,
+        judge: Callable[[int, int, Callable[[bytes], Row]], Row | None],
+    ) -> Records:
+        """Return the records that the core has read, with the odd ones in their places.
+
+        Args:
+            judge: Is given where an odd object begins and its size, and what reads it or raises ValueError;
+                returns the row, or None if it is bad.
+        """
+        rows: list[Row] = []
+        places: list[int] = []
+        for before, begin, size in parsed.odd:
+            row = judge(begin, size, self._read)
+            if row is not None:
+                rows.append(row)
+                places.append(before)
+        count, names = parsed.records, list(self._wanted)
+        if not names:
+            return Records(count + len(rows), {})
+        block = RowBlock.parsed(names, parsed.take_block())
+        read = Records(count, GatheredColumns.of(block, np.arange(count)), kinds=self._kinds)
+        if not rows:
+            return read
+        both = concat([read, rows_as_records(rows, self._wanted, self._kinds)])
+        # The odd rows are behind the others; name them where they belong.
+        order = np.insert(np.arange(count), places, np.arange(count, count + len(rows)))
+        return both.take(torch.from_numpy(order))
+
+    def _read(self, text: bytes) -> Row:
+        found = json_object(text)
+        if self._known is None:
+            return cells_of(found, self._wanted)
+        return read_row(found, self._known, self._wanted)
 
 
 class _Writer:

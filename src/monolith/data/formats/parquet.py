@@ -21,13 +21,14 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 
-from monolith.data.format import Chunk, Format
+from monolith.data.format import Chunk, Format, Part
 from monolith.data.formats.memory import are_whole
 from monolith.data.records import Records, as_read, concat, empty_rows
 from monolith.errors import ConfigError, CorruptFileError, DataError, FilesystemError, MissingExtraError
@@ -258,25 +259,55 @@ class ParquetFormat(Format):
                 file = arrow.parquet.ParquetFile(handle, page_checksum_verification=True)
                 rows = int(file.metadata.num_rows)
                 wanted = columns_of(file.schema_arrow, columns)
-            if start > rows:
-                raise CorruptFileError(
-                    path, 0, f"has {rows} rows, but was to be read on from row {start}: it was replaced"
-                )
-            first = 0
-            for group in range(file.metadata.num_row_groups):
-                end = first + int(file.metadata.row_group(group).num_rows)
-                if start < end:
+            self._check_start(path, start, rows)
+            for group, first, last in _groups(file.metadata):
+                if start < last:
                     with _errors_of(path, arrow):
                         table = file.read_row_group(group, columns=wanted)
-                    for begin in range(max(start, first), end, self._chunk_rows):
-                        some = table.slice(begin - first, min(self._chunk_rows, end - begin))
-                        last = begin + len(some)
-                        yield Chunk(
-                            arrow_records(some, wanted, path, self._types),
-                            last,
-                            reached=size * last // rows,
-                        )
-                first = end
+                    yield from self._cut(table, path, wanted, max(start - first, 0), first, size, rows)
+
+    def parts(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Part]:
+        """Yield the row groups of a file from row `start` on, each read when it is parsed; see `Format`."""
+        arrow = import_arrow()
+        with open_read(path) as handle:
+            size = handle.seek(0, os.SEEK_END)
+            with _errors_of(path, arrow):
+                file = arrow.parquet.ParquetFile(handle, page_checksum_verification=True)
+                metadata, wanted = file.metadata, columns_of(file.schema_arrow, columns)
+        self._check_start(path, start, int(metadata.num_rows))
+
+        def parse(group: int, first: int) -> list[Chunk]:
+            with open_read(path) as handle, _errors_of(path, arrow):
+                # A reader of its own, as one is not for several threads; but the footer is read once.
+                file = arrow.parquet.ParquetFile(handle, metadata=metadata, page_checksum_verification=True)
+                table = file.read_row_group(group, columns=wanted)
+            begin = max(start - first, 0)
+            return list(self._cut(table, path, wanted, begin, first, size, int(metadata.num_rows)))
+
+        for group, first, last in _groups(metadata):
+            if start < last:
+                yield partial(parse, group, first)
+
+    def _check_start(self, path: str, start: int, rows: int) -> None:
+        if start > rows:
+            raise CorruptFileError(
+                path, 0, f"has {rows} rows, but was to be read on from row {start}: it was replaced"
+            )
+
+    def _cut(
+        self, table: Any, path: str, names: Sequence[str], begin: int, first: int, size: int, rows: int
+    ) -> Iterator[Chunk]:
+        """Yield the rows of a row group from row `begin` on.
+
+        Args:
+            first: The rows of the file before it.
+            size: Bytes of the file, which has `rows`.
+        """
+        for at in range(begin, len(table), self._chunk_rows):
+            some = table.slice(at, min(self._chunk_rows, len(table) - at))
+            last = first + at + len(some)
+            records = arrow_records(some, names, path, self._types)
+            yield Chunk(records, last, reached=size * last // rows)
 
     def times(self, path: str) -> frozenset[str]:
         arrow = import_arrow()
@@ -316,6 +347,15 @@ class ParquetFormat(Format):
                 writer.finish()
             finally:
                 writer.close()
+
+
+def _groups(metadata: Any) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each row group, and its rows: from the first to before the last."""
+    first = 0
+    for group in range(metadata.num_row_groups):
+        last = first + int(metadata.row_group(group).num_rows)
+        yield group, first, last
+        first = last
 
 
 class _Writer:

@@ -24,15 +24,16 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import BinaryIO, Self
+from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from monolith import filesystem, native
-from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
+from monolith.data.format import BadRecord, Chunk, Format, Part, RecordWriter
 from monolith.data.formats.compressed import (
     AUTO,
     Decompressing,
@@ -260,26 +261,37 @@ class PayloadFormat(Format):
     # Reading and writing
 
     def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        for parse in self.parts(path, start=start, columns=columns):
+            yield from parse()
+
+    def parts(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Part]:
         compression = self._compression_in(path)
         parser = PayloadParser(self._kind, columns=columns, workers=self._workers)
         with contextlib.closing(self._buffers(path, start, compression)) as buffers:
-            for at, buffer, found, taken, reached in buffers:
-                starts = np.append(found.starts, found.consumed)
-                for parsed in parser.parse(buffer, found.offsets, found.lengths):
-                    last = parsed.first + parsed.count
-                    bad = []
-                    for index, reason in parsed.bad:
-                        place, begin = at + int(starts[index]), int(found.offsets[index])
-                        payload = buffer[begin : begin + int(found.lengths[index])]
-                        bad.append(BadRecord(place, f"record at byte {place}: {reason}", payload))
-                    end = int(starts[last])
-                    # A place in a compressed file is one in the decompressed stream; how much of the file
-                    # itself was read by then is interpolated.
-                    on_disk = (
-                        taken + round(end / len(buffer) * (reached - taken)) if compression else at + end
-                    )
-                    records = self._amend(parsed, found.headers[parsed.first : last], columns)
-                    yield Chunk(records, at + end, bad, on_disk)
+            for buffer in buffers:
+                yield partial(self._parse, parser, columns, buffer, is_compressed=compression is not None)
+
+    def _parse(
+        self, parser: PayloadParser, columns: Sequence[str] | None, part: _Buffer, *, is_compressed: bool
+    ) -> list[Chunk]:
+        at, buffer, found = part.at, part.bytes, part.found
+        starts = np.append(found.starts, found.consumed)
+        chunks = []
+        for parsed in parser.parse(buffer, found.offsets, found.lengths):
+            last = parsed.first + parsed.count
+            bad = []
+            for index, reason in parsed.bad:
+                place, begin = at + int(starts[index]), int(found.offsets[index])
+                payload = buffer[begin : begin + int(found.lengths[index])]
+                bad.append(BadRecord(place, f"record at byte {place}: {reason}", payload))
+            end = int(starts[last])
+            # A place in a compressed file is one in the decompressed stream; how much of the file itself was
+            # read by then is interpolated.
+            read = part.reached - part.taken
+            on_disk = part.taken + round(end / len(buffer) * read) if is_compressed else at + end
+            records = self._amend(parsed, found.headers[parsed.first : last], columns)
+            chunks.append(Chunk(records, at + end, bad, on_disk))
+        return chunks
 
     def in_pieces(self, piece_bytes: int) -> Self:
         other = copy.copy(self)
@@ -290,7 +302,7 @@ class PayloadFormat(Format):
         """Return the bytes at which chunks begin, without parsing the payloads; see `Format`."""
         if self._compression_in(path) is not None:
             return None
-        found = [at + payloads.consumed for at, _, payloads, _, _ in self._buffers(path, 0, None)]
+        found = [one.at + one.found.consumed for one in self._buffers(path, 0, None)]
         return [0, *found] if found else []
 
     @contextlib.contextmanager
@@ -308,11 +320,8 @@ class PayloadFormat(Format):
     def _compression_in(self, path: str) -> str | None:
         return self._detect_compression(path) if self._compression == AUTO else self._compression
 
-    def _buffers(
-        self, path: str, start: int, compression: str | None
-    ) -> Generator[tuple[int, bytes, native.SplitStream, int, int], None, None]:
-        """Yield ranges of a stream with the payloads in them: the byte at which a range begins, its bytes,
-        its payloads, and how much of the file was read before it and by its end.
+    def _buffers(self, path: str, start: int, compression: str | None) -> Generator[_Buffer, None, None]:
+        """Yield ranges of a stream with the payloads in them.
 
         Each has `chunk_bytes`, or one record if that is longer, whatever came before. So a reader that starts
         at the end of a range gets the same ranges as one that came from before.
@@ -329,7 +338,7 @@ class PayloadFormat(Format):
                 buffer = rest[:wanted]
                 found = self._split(buffer)
                 if len(found.offsets):
-                    yield at, buffer, found, taken, file.tell()
+                    yield _Buffer(at, buffer, found, taken, file.tell())
                 if found.failure and (ended or not found.truncated):
                     inside = f" (inside its {compression} stream)" if compression else ""
                     raise CorruptFileError(path, at + found.consumed, found.failure + inside)
@@ -345,6 +354,20 @@ class PayloadFormat(Format):
                     )
                 # A record longer than the buffer: read three times as much, as long as the file has it.
                 wanted = self._chunk_bytes if found.consumed else min(3 * wanted, self._record_bytes + 1)
+
+
+class _Buffer(NamedTuple):
+    """A range of a stream."""
+
+    at: int
+    """The byte of the stream at which it begins."""
+    bytes: bytes
+    found: native.SplitStream
+    """Its payloads."""
+    taken: int
+    """Bytes of the file that were read before it."""
+    reached: int
+    """The same by its end."""
 
 
 class _StreamWriter:

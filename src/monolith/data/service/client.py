@@ -83,6 +83,8 @@ class DataServiceSource(Source, WorkQueueSource):
         self._job: str | None = None
         self._turn = 0
         self._interrupted = concurrency.Event()
+        # Of the iteration under way: set, it also ends calls that are being repeated until they are answered.
+        self._stop = concurrency.Event()
 
     def read_shard(self, shard: Shard) -> None:
         """Become one of several trainers, which together get all chunks."""
@@ -96,7 +98,15 @@ class DataServiceSource(Source, WorkQueueSource):
 
     def __iter__(self) -> Iterator[Records]:
         self._settle()
-        fetcher = _Fetcher(self._settings, self._job, self._turn, self._interrupted)
+        # Before `_interrupted` is looked at: `interrupt` sets that first, so one of the two threads sees the
+        # other.
+        stop = self._stop = concurrency.Event()
+        if self._interrupted.is_set():
+            return
+        try:
+            fetcher = _Fetcher(self._settings, self._job, self._turn, stop)
+        except StoppedError:
+            return
         try:
             self._job = fetcher.job
             for records in fetcher:
@@ -170,8 +180,31 @@ class DataServiceSource(Source, WorkQueueSource):
     def defer_to_chief(self) -> None:
         """Do nothing: closing the source does not free the chunks of a trainer."""
 
+    def take_back(self, others: Sequence[Position]) -> bool:
+        """Release what trainers of this name were given and have not trained; see `WorkQueueSource`.
+
+        Raises:
+            DataError: The dispatcher does not answer.
+        """
+        trained = {position["trainer"]: position["turn"] for position in others}
+        self._settle()
+        freed = 0
+        caller = self._settings.caller(self._settings.address, self._interrupted, self._settings.patience)
+        try:
+            with caller:
+                for name, known in caller.call("status")["trainers"].items():
+                    saved = trained.get(name, known["acknowledged"])
+                    if name != self._trainer and self._is_ours(name) and known["turns"] > saved:
+                        freed += caller.call("release", trainer=name, turn=saved)["chunks"]
+        except StoppedError:
+            return freed > 0
+        except UnreachableError as cause:
+            raise DataError(f"data service: the dispatcher takes nothing back: {cause}") from cause
+        return freed > 0
+
     def interrupt(self) -> None:
         self._interrupted.set()
+        self._stop.set()
 
     def _is_ours(self, trainer: str) -> bool:
         """Whether a trainer is this one, or one of several with its name."""
@@ -210,7 +243,8 @@ class DataServiceSource(Source, WorkQueueSource):
             raise DataError(f"data service: cannot acknowledge to the dispatcher: {cause}") from cause
 
     def close(self) -> None:
-        """Does nothing: connections live as long as an iteration."""
+        """End an iteration that another thread may be in: it must take no chunks any more."""
+        self._stop.set()
 
     @property
     def _trainer(self) -> str:
@@ -240,17 +274,14 @@ def _check(position: Position) -> None:
 class _Fetcher:
     """One iteration: a thread that prefetches chunks, and the chunks that are ready."""
 
-    def __init__(
-        self, settings: _Settings, job: str | None, turn: int, interrupted: concurrency.Event
-    ) -> None:
+    def __init__(self, settings: _Settings, job: str | None, turn: int, stop: concurrency.Event) -> None:
         self._settings = settings
-        self._interrupted = interrupted
         self._trainer = settings.trainer
         self._turn = turn
         self._prefetch = settings.prefetch
         self._patience = settings.patience.total_seconds()
         self._clock = settings.clock
-        self._stop = concurrency.Event()
+        self._stop = stop
         # From the thread to the iteration, in the order of turns; None is the end. Its size bounds how many
         # chunks this trainer holds that others could train on. All callers below belong to the thread.
         self._ready: concurrency.Queue[Records | Exception | None] = concurrency.Queue(settings.prefetch)
@@ -270,7 +301,7 @@ class _Fetcher:
         self._thread.start()
 
     def __iter__(self) -> Iterator[Records]:
-        while not self._interrupted.is_set():
+        while not self._stop.is_set():
             try:
                 one = self._ready.get(timeout=POLL)
             except concurrency.Empty:

@@ -3,11 +3,19 @@
 Duplicates are not removed: rows are looked up as ids occur, table after table, and a gradient belongs to an
 occurrence. So the host knows all sizes without asking the device, and never waits for it. One launch fills
 all outputs of a model, another propagates their gradients (a third, before it, if features are shared).
+
+A launch that is captured has the number of ids of each table in it. Batches of ragged features are therefore
+padded: each table gets room for some more ids than it has, and the rest repeats its last one, with gradients
+of 0, so that the sum of the id's gradients is the same. Room follows the batches: after the first ones nearly
+all have the same, and one graph trains them.
+
+    ids of a table   [ feature a ][ feature b ][ last id, last id, ... ]
+    its room         [---------------------------------------------------]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -27,6 +35,10 @@ from monolith.feature.layouts import LayoutPlan
 _EXAMPLES = _FLOATS = 4  # that a thread does, as in layouts.cu
 _MOST = 1 << 31
 _SHAPES = 16  # of batches that are remembered
+_ROUNDED = 5  # bits of the room of a table that are not zeros, at most: it is rounded up by 1/16 at most
+_LEAST_ROOM = 8
+_MOST_PADDED = 1.5  # of the ids of a batch, and some for each table: with more, room is found anew
+_SOME = 32
 _COMPARED_ALONE = 4  # threads of torch that compare numbers as fast as one of numpy: measured
 
 
@@ -50,6 +62,7 @@ class DeviceGatherer:
         *,
         in_place_of_ids: Callable[[Tensor], None] | None = None,
         one_each: bool | None = None,
+        padded: bool = False,
     ) -> DeviceBatch:
         """Copy a batch to the device. Features the model does not read are ignored.
 
@@ -60,6 +73,7 @@ class DeviceGatherer:
                 ids of the batch do.
             one_each: Whether every cell that is read has exactly one id, as a caller knows that has found the
                 splits sound; None looks.
+            padded: Whether a batch with other numbers of ids may be padded, to have the `shape` of others.
 
         Raises:
             FeatureError: The splits do not fit the ids, or the number of examples.
@@ -79,7 +93,7 @@ class DeviceGatherer:
             if known is None:
                 known = cells.one_each = replace(self._placed(batch, cells, splits), repeats=True)
         else:
-            known = self._placed(batch, cells, splits)
+            known = self._placed(batch, cells, splits, padded=padded, one_each=one_each)
         staged = _Staged(
             self.device,
             features=len(known.about),
@@ -95,6 +109,8 @@ class DeviceGatherer:
                 staged.ids[to : to + count].copy_(batch.ids[source : source + count])
             if batch.weights is not None and staged.weights is not None:
                 staged.weights[to : to + count].copy_(batch.weights[source : source + count])
+        for first, end in known.padding:
+            staged.ids[first:end] = staged.ids[first - 1]
         if staged.splits is not None:
             staged.splits.copy_(batch.splits)
         return DeviceBatch(
@@ -186,28 +202,44 @@ class DeviceGatherer:
         if found is None:
             if len(self._shapes) >= _SHAPES:
                 self._shapes.clear()
-            found = self._shapes[key] = _Cells(self._where(batch.names), batch)
+            found = self._shapes[key] = _Cells(self._where(batch.names), batch, key)
         return found
 
-    def _placed(self, batch: FeatureIds, cells: _Cells, splits: NDArray[np.int64]) -> _Placed:
+    def _placed(
+        self,
+        batch: FeatureIds,
+        cells: _Cells,
+        splits: NDArray[np.int64],
+        *,
+        padded: bool = False,
+        one_each: bool = True,
+    ) -> _Placed:
         """Return the places of a batch's ids, and the description of its features that kernels read."""
         starts, ends = splits[cells.first], splits[cells.end]
         counts = ends - starts
         weighted = self._weighted(batch, starts, ends)
-        about, sizes = self._about(counts)
+        there = np.zeros(len(self.on_device.dims), np.int64)
+        np.add.at(there, self.on_device.table_of, counts)
+        sizes = cells.room_for(there) if padded and not one_each else there
+        about = self._about(counts, there, sizes)
         about["cell"] = np.where(cells.there, cells.first, -1)
         about["shift"] = about["first"] - starts
         about["step"] = cells.step
         about["weighted"] = weighted
         pinned = self.device.pinned(sizes.shape, torch.int64)  # the lookup may send them along
         pinned.numpy()[:] = sizes
+        table_ends = np.cumsum(sizes)
+        padding = zip((table_ends - (sizes - there)).tolist(), table_ends.tolist(), strict=True)
+        weighs = bool(weighted.any())
         return _Placed(
             about=torch.from_numpy(about.view(np.uint8)),
             sizes=pinned,
             floats=int(sizes @ self.on_device.dims),
             runs=list(_runs(starts, about["first"], counts)),
-            ids=int(counts.sum()),
-            weighs=bool(weighted.any()),
+            ids=int(sizes.sum()),
+            weighs=weighs,
+            padding=[(first, end) for first, end in padding if end > first],
+            shape=(cells.key, sizes.tobytes(), weighs, one_each) if padded else None,
         )
 
     def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
@@ -229,21 +261,29 @@ class DeviceGatherer:
             raise FeatureError("batch: a feature that takes the maximum has no weights")
         return weighted
 
-    def _about(self, counts: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.int64]]:
-        """Return the places of the rows of each feature, and how many rows each table has."""
+    def _about(
+        self, counts: NDArray[np.int64], there: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> NDArray[np.void]:
+        """Return the places of the rows of each feature.
+
+        Args:
+            counts: Ids of each feature.
+            there: Ids of each table.
+            sizes: The same with padding.
+        """
         plan = self.on_device
         dims, tables = plan.dims, plan.table_of
-        sizes = np.zeros(len(dims), np.int64)
-        np.add.at(sizes, tables, counts)
         floats = np.cumsum(sizes * dims) - sizes * dims
         firsts = np.cumsum(sizes) - sizes
+        padding_before = firsts - (np.cumsum(there) - there)
         about = plan.features.copy()
-        about["first"] = np.cumsum(counts) - counts
+        about["first"] = np.cumsum(counts) - counts + padding_before[tables]
+        about["count"] = counts
         about["base"] = (floats - firsts * dims)[tables]
         about["begin"] = about["base"] + about["first"].astype(np.int64) * about["dim"]
         if int((counts * about["dim"]).max(initial=0)) >= _MOST:
             raise FeatureError("batch: a feature has 2^31 floats or more; use smaller batches on a GPU")
-        return about, sizes
+        return about
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,6 +300,10 @@ class _Placed:
     """Ranges of ids to copy: begin in the batch, place on the device, and number."""
     ids: int
     weighs: bool
+    padding: list[tuple[int, int]]
+    """Ranges of places that repeat the id before them."""
+    shape: Hashable | None = None
+    """Equal for batches that were padded to the same numbers of ids."""
     repeats: bool = False
     """Whether all batches of these features and this size have the same."""
 
@@ -269,9 +313,11 @@ class _Cells:
 
     Args:
         where: The place of each feature among those of the batch; -1 for one that it does not have.
+        key: Equal for batches of one shape.
     """
 
-    def __init__(self, where: NDArray[np.int64], batch: FeatureIds) -> None:
+    def __init__(self, where: NDArray[np.int64], batch: FeatureIds, key: Hashable) -> None:
+        self.key = key
         shared = np.array(batch.shared, np.bool_)
         begins = np.concatenate([[0], np.cumsum(np.where(shared, 1, batch.batch_size))])
         self.count = int(begins[-1])
@@ -284,6 +330,28 @@ class _Cells:
         """The splits of a batch in which every cell has one id, once there was one."""
         self.one_each: _Placed | None = None
         """The places of batches in which every cell has one id, without weights."""
+        self._room: NDArray[np.int64] | None = None
+        """Of the last batch that was padded."""
+
+    def room_for(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return for how many ids each table gets room in a batch that has so many: if possible, as many as
+        in the batch before. A table without ids gets none: it has nothing to repeat."""
+        room = self._room
+        if room is not None and ((room > 0) != (sizes > 0)).any():
+            room = None
+        most = _MOST_PADDED * sizes.sum() + _SOME * (sizes > 0).sum()
+        if room is None or (sizes > room).any() or room.sum() > most:
+            # The next batches should fit, too: many examples of independent lengths differ by little more.
+            wanted = np.ceil(sizes * (1 + 1 / 16) + 4 * np.sqrt(sizes)).astype(np.int64)
+            # bits[i] of wanted[i] are needed for it; all but the first few of them become zeros.
+            bits = np.frexp(wanted.astype(np.float64))[1].astype(np.int64)
+            step = np.maximum(np.int64(1) << np.maximum(bits - _ROUNDED, 0), _LEAST_ROOM)
+            found = -(-wanted // step) * step
+            found = np.where(sizes > 0, found, 0)
+            if room is not None and np.maximum(found, room).sum() <= most:
+                found = np.maximum(found, room)
+            self._room = room = found
+        return room
 
 
 class _Staged:
@@ -364,9 +432,15 @@ class DeviceBatch:
         return found
 
     @property
-    def shape(self) -> object | None:
-        """What all batches share that differ only in their ids; None if every batch has its own."""
-        return self._placed if self._placed.repeats else None
+    def shape(self) -> Hashable | None:
+        """What all batches share that differ only in their ids, or were padded to as many; None if every
+        batch has its own."""
+        return self._placed if self._placed.repeats else self._placed.shape
+
+    @property
+    def ragged(self) -> bool:
+        """Whether batches of this shape differ in the numbers of their ids."""
+        return not self._placed.repeats
 
     def twin(self) -> DeviceBatch:
         """Return a batch of the same shape in memory of its own, not filled; see `refill`."""
@@ -519,10 +593,10 @@ def _check_ends(batch: FeatureIds, cells: int) -> bool:
 def _runs(
     starts: NDArray[np.int64], firsts: NDArray[np.int32], counts: NDArray[np.int64]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of ids to copy: begin, place and number. Adjacent ranges are merged."""
+    """Yield ranges of ids to copy: begin, place and number. Ranges adjacent in both are merged."""
     begin = to = count = 0
     for start, first, many in zip(starts.tolist(), firsts.tolist(), counts.tolist(), strict=True):
-        if many and start == begin + count and count:
+        if many and count and start == begin + count and first == to + count:
             count += many
         elif many:
             if count:

@@ -28,7 +28,7 @@ MOST_OUTPUTS = 448
 FEATURE = np.dtype(
     [("base", "<i8"), ("begin", "<i8")]
     + [(name, "<i4") for name in ("first", "cell", "shift", "step", "dim", "pooling", "length", "weighted")]
-    + [("columns", "<i4"), ("unused", "<i4")]
+    + [("columns", "<i4"), ("count", "<i4")]
 )
 """A feature in a batch."""
 PART = np.dtype([("floats", "<i8"), ("first", "<i4"), ("dim", "<i4")])

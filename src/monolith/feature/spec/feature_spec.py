@@ -66,6 +66,8 @@ FREE_TO_DIFFER = (
     "initializer",
     "bias_initializer",
     "initial_rows",
+    "embedding_dtype",
+    "embedding_rounding",
     "learning_rate",
     "bias_learning_rate",
     "missing",

@@ -41,6 +41,7 @@ from monolith.table import (
     Sgd,
     Zeros,
 )
+from monolith.table.config import EmbeddingDtype, EmbeddingRounding, check_embedding_storage
 
 RowOptimizer = (
     Adagrad
@@ -123,6 +124,12 @@ class RowSettings:
     refuses."""
     initial_rows: int = 0
     """The initial capacity of the table, in rows; 0 leaves it to the run."""
+    embedding_dtype: EmbeddingDtype | None = None
+    """How embeddings are stored while they are trained, bias included: in "float32", or in "bfloat16", which
+    takes half the bytes; optimizer state stays float32. None is the run's (train.tables)."""
+    embedding_rounding: EmbeddingRounding | None = None
+    """How steps are rounded to bfloat16: "stochastic", or "nearest", which loses small ones. None is the
+    run's."""
 
     def __post_init__(self) -> None:
         if self.dim is not None and self.dim < 1:
@@ -139,6 +146,7 @@ class RowSettings:
             raise ConfigError(
                 "stochastic_rounding and delay_compensation change an optimizer; set optimizer too"
             )
+        check_embedding_storage("rows", self.embedding_dtype, self.embedding_rounding)
         if self.occurrence_threshold < 0:
             raise ConfigError(f"occurrence_threshold must be 0 or more, got {self.occurrence_threshold}")
         if self.expire_after is not None and self.expire_after < timedelta(0):
@@ -169,6 +177,8 @@ OF_ROWS = (
     "capacity_bytes",
     "when_full",
     "initial_rows",
+    "embedding_dtype",
+    "embedding_rounding",
 )
 """Settings of rows, which only their owner has."""
 

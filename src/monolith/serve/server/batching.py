@@ -13,8 +13,12 @@ that arrive meanwhile wait and form the next batch. So a lone request is answere
 without a hop to another, and batches grow by themselves when the model is busy.
 
     queued ──taken by a leader──► running ──► answered or failed
-       │ └──the leader is done, and this is the oldest──► leading: it takes the next batch
+       │ ▲                            └──rows are left──► to the end of the queue
+       │ └──the leader is done, and this is the first──► leading: it takes the next batch
        └──its deadline passed──► abandoned: no leader looks at it again
+
+The queue is in order of priority, and of arrival within one. A request of more than `max_rows` rows runs in
+pieces, and after each it waits behind the others: a small request never waits for more than one piece of it.
 
 Invariant, under `RequestBatcher._lock`: while the queue is not empty, at least one request leads or has been
 told to lead.
@@ -22,19 +26,25 @@ told to lead.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from monolith import concurrency
-from monolith.errors import DeadlineExceededError, OverloadedError, RetryableError, UnavailableError
+from monolith.errors import (
+    DeadlineExceededError,
+    OverloadedError,
+    RequestError,
+    RetryableError,
+    UnavailableError,
+)
 from monolith.serve.config import BatchingConfig, ServeLimits
 from monolith.serve.predictor import Prediction
+from monolith.serve.rows import Said
 from monolith.serve.server.tensors import RequestColumns, merged
 
 JSON_COST = 16
@@ -130,28 +140,42 @@ Report = Callable[[int, int], None]
 """Called after each batch with its number of requests and rows."""
 
 
+DEFAULT_PRIORITY = 5
+"""Of a request that names none; 1 is answered first, 9 last."""
+
+
 @dataclass(slots=True)
 class ModelOutputs:
     """The outputs of the model for one request: arrays whose first dimension is the rows."""
 
     outputs: dict[str, NDArray[Any]]
     missing: tuple[str, ...]
-    freshness: Mapping[str, bool | int | float | str]
+    freshness: Said
 
 
 class _Waiting:
     """A request in the queue, and later its answer.
 
-    `leads`, `gone`, and membership of the queue change under the batcher's lock. `found` and `error` are set
-    by the leader that took the request out of the queue, before it releases `wake`.
+    `leads`, `gone`, `taken` and membership of the queue change under the batcher's lock. `parts`, `found` and
+    `error` are set by the leader that took rows of the request, before it puts the request back into the
+    queue or releases `wake`; a request is with one leader at a time.
     """
 
-    __slots__ = ("columns", "deadline", "error", "found", "gone", "leads", "since", "wake")
+    __slots__ = (
+        *("columns", "deadline", "error", "found", "gone", "leads", "parts", "priority", "since", "taken"),
+        "wake",
+    )
 
-    def __init__(self, columns: RequestColumns, deadline: float | None, since: float) -> None:
+    def __init__(
+        self, columns: RequestColumns, deadline: float | None, since: float, priority: int = DEFAULT_PRIORITY
+    ) -> None:
         self.columns = columns
         self.deadline = deadline
         self.since = since
+        self.priority = priority
+        self.taken = 0
+        self.parts: list[tuple[ModelOutputs, float]] = []
+        """The answers to its pieces so far, with the time of each."""
         self.found: ModelOutputs | None = None
         self.error: BaseException | None = None
         self.leads = False
@@ -162,6 +186,31 @@ class _Waiting:
     @property
     def is_done(self) -> bool:
         return self.found is not None or self.error is not None
+
+    @property
+    def rows_left(self) -> int:
+        return self.columns.rows - self.taken
+
+
+class _Piece(NamedTuple):
+    """Some rows of a request, in a batch: nearly always all of them."""
+
+    request: _Waiting
+    begin: int
+    end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def is_whole(self) -> bool:
+        return self.rows == self.request.columns.rows
+
+    @property
+    def columns(self) -> RequestColumns:
+        columns = self.request.columns
+        return columns if self.is_whole else columns.part(self.begin, self.end)
 
 
 class RequestBatcher:
@@ -174,41 +223,51 @@ class RequestBatcher:
 
     Args:
         ask: Runs the model on columns, on any thread.
-        queue: Limit of waiting requests.
+        limits: `queue` and `queue_rows` bound what waits.
         clock: The clock of deadlines, in seconds.
         report: Called after each batch.
     """
 
     def __init__(
-        self, ask: AskModel, config: BatchingConfig, *, queue: int, clock: Clock, report: Report | None = None
+        self,
+        ask: AskModel,
+        config: BatchingConfig,
+        *,
+        limits: ServeLimits,
+        clock: Clock,
+        report: Report | None = None,
     ) -> None:
         self._ask = ask
         self._max_rows = config.max_rows
         self._delay = config.max_delay.total_seconds()
         self._runners = config.runners
-        self._most = queue
+        self._most, self._most_rows = limits.queue, limits.queue_rows
         self._clock = clock
         self._report = report
         self._lock = concurrency.Lock()  # guards all below; never held while the model runs
         self._came = concurrency.Condition(self._lock)
-        self._queue: deque[_Waiting] = deque()
+        self._queue: list[_Waiting] = []
+        """By priority; within one, in the order in which they came or were put back."""
+        self._queued_rows = 0
+        """Rows of the requests in the queue that were not taken yet."""
         self._leaders = 0
 
-    def run(self, columns: RequestColumns, deadline: float | None) -> ModelOutputs:
+    def run(
+        self, columns: RequestColumns, deadline: float | None, priority: int = DEFAULT_PRIORITY
+    ) -> ModelOutputs:
         """Return the answer to one request.
+
+        Args:
+            priority: From 1, answered first, to 9.
 
         Raises:
             OverloadedError: The queue is full.
             DeadlineExceededError: The deadline passed.
         """
-        mine = _Waiting(columns, deadline, self._clock())
+        mine = _Waiting(columns, deadline, self._clock(), priority)
         with self._lock:
-            if len(self._queue) >= self._most:
-                raise OverloadedError(
-                    f"{len(self._queue)} requests wait for this model, which is the limit (--max-queue). "
-                    "Retry later, or start more servers."
-                )
-            self._queue.append(mine)
+            self._check_room(columns.rows)
+            self._enqueue(mine)
             if self._leaders < self._runners:
                 self._leaders += 1
                 mine.leads = True
@@ -221,6 +280,30 @@ class RequestBatcher:
         assert mine.found is not None
         return mine.found
 
+    def _check_room(self, rows: int) -> None:
+        if len(self._queue) >= self._most:
+            raise OverloadedError(
+                f"{len(self._queue)} requests wait for this model, which is the limit (--max-queue). "
+                "Retry later, or start more servers."
+            )
+        if self._queue and self._queued_rows + rows > self._most_rows:
+            raise OverloadedError(
+                f"{self._queued_rows} rows wait for this model, and this request has {rows}; the limit is "
+                f"{self._most_rows} (--max-queue-rows). Retry later, or start more servers."
+            )
+
+    def _enqueue(self, one: _Waiting) -> None:
+        """Put a request behind those of its priority. Called under the lock."""
+        at = len(self._queue)
+        while at and self._queue[at - 1].priority > one.priority:
+            at -= 1
+        self._queue.insert(at, one)
+        self._queued_rows += one.rows_left
+
+    def _dequeue(self, one: _Waiting) -> None:
+        self._queue.remove(one)
+        self._queued_rows -= one.rows_left
+
     def _wait(self, mine: _Waiting) -> bool:
         """Wait for the answer or for the lead; return True for the lead."""
         left = -1.0 if mine.deadline is None else max(0.0, mine.deadline - self._clock())
@@ -230,7 +313,7 @@ class RequestBatcher:
         with self._lock:
             mine.gone = True
             if mine in self._queue:
-                self._queue.remove(mine)
+                self._dequeue(mine)
             # The lead may have been handed to this request between the timeout and the lock. It must pass it
             # on, or the requests behind it would wait for a leader that is gone.
             if mine.leads:
@@ -246,7 +329,7 @@ class RequestBatcher:
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """Make the oldest waiting request lead, if there is one. Called under the lock."""
+        """Make the first waiting request lead, if there is one. Called under the lock."""
         for one in self._queue:
             if not one.leads:
                 one.leads = True
@@ -254,8 +337,8 @@ class RequestBatcher:
                 return
         self._leaders -= 1
 
-    def _take(self, mine: _Waiting) -> list[_Waiting]:
-        """Take requests of one layout for one batch, the oldest first.
+    def _take(self, mine: _Waiting) -> list[_Piece]:
+        """Take requests of one layout for one batch, the first of the queue first.
 
         A request that leads is skipped: its own thread takes it, and would otherwise run nothing.
         """
@@ -263,35 +346,38 @@ class RequestBatcher:
             if self._delay:
                 self._wait_for_more()
             now = self._clock()
-            batch: list[_Waiting] = []
+            batch: list[_Piece] = []
             rows = 0
             for one in list(self._queue):
                 if one.leads and one is not mine:
                     continue
                 if one.deadline is not None and one.deadline <= now:
-                    self._queue.remove(one)
+                    self._dequeue(one)
                     one.error = DeadlineExceededError(_LATE)
                     self._tell(one)
-                elif not batch or (
-                    one.columns.layout == batch[0].columns.layout
-                    and rows + one.columns.rows <= self._max_rows
+                    continue
+                if batch and (
+                    one.columns.layout != batch[0].request.columns.layout
+                    or rows + one.rows_left > self._max_rows
                 ):
-                    self._queue.remove(one)
-                    batch.append(one)
-                    rows += one.columns.rows
-                    if rows >= self._max_rows:
-                        break
+                    continue
+                self._dequeue(one)
+                piece = _Piece(one, one.taken, one.taken + min(one.rows_left, self._max_rows))
+                one.taken = piece.end
+                batch.append(piece)
+                rows += piece.rows
+                if rows >= self._max_rows:
+                    break
             return batch
 
     def _wait_for_more(self) -> None:
         while self._queue:
-            rows = sum(one.columns.rows for one in self._queue)
-            left = self._queue[0].since + self._delay - self._clock()
-            if left <= 0 or rows >= self._max_rows:
+            left = min(one.since for one in self._queue) + self._delay - self._clock()
+            if left <= 0 or self._queued_rows >= self._max_rows:
                 return
             self._came.wait(left)
 
-    def _run(self, batch: Sequence[_Waiting]) -> None:
+    def _run(self, batch: Sequence[_Piece]) -> None:
         if not batch:
             return
         try:
@@ -300,49 +386,96 @@ class RequestBatcher:
             else:
                 self._run_together(batch)
         finally:
-            for one in batch:
-                if not one.is_done:  # after an interrupt or a memory error no client may wait forever
-                    one.error = RuntimeError("the model did not answer")
-                self._tell(one)
+            for piece in batch:
+                self._put_back_or_tell(piece)
         if self._report is not None:
-            self._report(len(batch), sum(one.columns.rows for one in batch))
+            self._report(len(batch), sum(piece.rows for piece in batch))
 
-    def _run_one(self, one: _Waiting) -> None:
+    def _put_back_or_tell(self, piece: _Piece) -> None:
+        one = piece.request
+        if one.error is None and one.parts and one.rows_left:
+            with self._lock:
+                if not one.gone:  # its deadline may have passed while this piece ran
+                    self._enqueue(one)
+            return
+        if one.error is None and one.parts:
+            one.found = joined([part for part, _ in one.parts], [at for _, at in one.parts])
+        if not one.is_done:  # after an interrupt or a memory error no client may wait forever
+            one.error = RuntimeError("the model did not answer")
+        self._tell(one)
+
+    def _run_one(self, piece: _Piece) -> None:
+        one = piece.request
         try:
-            answer = self._ask(one.columns.values, deadline=one.deadline)
-            one.found = ModelOutputs(plain_outputs(answer), tuple(answer.missing), answer.freshness)
+            try:
+                answer = self._ask(piece.columns.values, deadline=one.deadline)
+            except RequestError:
+                if piece.is_whole:
+                    raise
+                # The error names a row of the piece. All rows together are refused with the right one.
+                answer = self._ask(one.columns.values, deadline=one.deadline)
+                one.taken, one.parts = one.columns.rows, []
+            self._note(piece, plain_outputs(answer), answer)
         except Exception as error:
             one.error = error
 
-    def _run_together(self, batch: Sequence[_Waiting]) -> None:
-        deadlines = [one.deadline for one in batch if one.deadline is not None]
+    def _note(self, piece: _Piece, outputs: dict[str, NDArray[Any]], answer: Prediction) -> None:
+        found = ModelOutputs(outputs, tuple(answer.missing), answer.freshness)
+        piece.request.parts.append((found, self._clock()))
+
+    def _run_together(self, batch: Sequence[_Piece]) -> None:
+        deadlines = [one.deadline for one, _, _ in batch if one.deadline is not None]
         latest = max(deadlines) if len(deadlines) == len(batch) else None
         try:
-            answer = self._ask(merged([one.columns for one in batch]), deadline=latest)
+            answer = self._ask(merged([piece.columns for piece in batch]), deadline=latest)
             outputs = plain_outputs(answer)
         except RetryableError as error:  # running each request alone would add load to what is overloaded
-            for one in batch:
+            for one, _, _ in batch:
                 one.error = type(error)(str(error)) if type(error) in _COPIED else error
             return
         except Exception:
             # One request may have a bad row. Each is run alone, so that only that one fails.
-            for one in batch:
-                self._run_one(one)
+            for piece in batch:
+                self._run_one(piece)
             return
         begin = 0
-        for one in batch:
-            end = begin + one.columns.rows
-            one.found = ModelOutputs(
-                {name: values[begin:end] for name, values in outputs.items()},
-                tuple(answer.missing),
-                answer.freshness,
-            )
+        for piece in batch:
+            end = begin + piece.rows
+            self._note(piece, {name: values[begin:end] for name, values in outputs.items()}, answer)
             begin = end
 
     def _tell(self, one: _Waiting) -> None:
         """Wake the thread of an answered request. A leader is awake already."""
         if not one.leads and not one.gone and one.wake.locked():
             one.wake.release()
+
+
+def joined(parts: Sequence[ModelOutputs], times: Sequence[float]) -> ModelOutputs:
+    """Return the answer to a request from those to its pieces, each given at a time.
+
+    What it says of the age of its rows holds for the oldest of them.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    outputs = {name: np.concatenate([part.outputs[name] for part in parts]) for name in parts[0].outputs}
+    missing = tuple(dict.fromkeys(name for part in parts for name in part.missing))
+    return ModelOutputs(outputs, missing, _oldest([part.freshness for part in parts], times))
+
+
+def _oldest(said: Sequence[Said], times: Sequence[float]) -> Said:
+    for one in said:
+        if "staleness" not in one:  # nothing can be promised of that piece, and so of none
+            return one
+    ages = [float(one["staleness"]) + max(times) - at for one, at in zip(said, times, strict=True)]
+    found = dict(said[max(range(len(said)), key=ages.__getitem__)])
+    found["staleness"] = round(max(ages), 3)
+    for name, choose in (("step", min), ("watermark", min), ("newest_step", max)):
+        values = [int(one[name]) for one in said if name in one]
+        if len(values) == len(said):
+            found[name] = choose(values)
+        else:
+            found.pop(name, None)
+    return found
 
 
 _COPIED = (DeadlineExceededError, OverloadedError)

@@ -6,7 +6,7 @@ core, Python's loop for gRPC took a quarter more time for a request (docs/decisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -30,14 +30,19 @@ from monolith.serve.server.inference import (
     NO_CONTROL,
     NO_CONTROL_TOKEN,
     PLATFORM,
+    PRIORITY,
     SERVER_NAME,
     TIMEOUT,
+    UNLOAD_PARAMETERS,
     Inference,
     InferReply,
     InferRequest,
     PackedInputs,
     Parameter,
+    check_parameters,
     code_of,
+    read_priority,
+    read_timeout,
 )
 from monolith.serve.server.processes import ServerProcesses
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
@@ -162,7 +167,7 @@ class GrpcPort:
                 version=packed.model_version,
                 id=packed.id,
                 tensors=PackedInputs(tuple(inputs), contents, lambda: _tensors(kind.FromString(data))),
-                outputs=[kind.InferRequestedOutputTensor.FromString(one).name for one in packed.outputs],
+                outputs=_outputs(kind.InferRequestedOutputTensor.FromString(one) for one in packed.outputs),
                 timeout=context.time_remaining(),
                 transport="grpc",
             )
@@ -296,12 +301,14 @@ class GrpcPort:
 
     def _repository_model_load(self, request: Any, context: Any) -> Any:
         self._check_control(context)
+        check_parameters("a load", request.parameters, ())
         self._inference.repository.load(request.model_name)
         self._peers.tell("load", request.model_name)
         return self._types.RepositoryModelLoadResponse()
 
     def _repository_model_unload(self, request: Any, context: Any) -> Any:
         self._check_control(context)
+        check_parameters("an unload", request.parameters, UNLOAD_PARAMETERS)
         self._inference.repository.unload(request.model_name)
         self._peers.tell("unload", request.model_name)
         return self._types.RepositoryModelUnloadResponse()
@@ -315,13 +322,15 @@ class GrpcPort:
 
     def _model_infer(self, request: Any, context: Any) -> Any:
         try:
+            check_parameters("a request", request.parameters, (TIMEOUT, PRIORITY))
             asked = InferRequest(
                 model=request.model_name,
                 version=request.model_version,
                 id=request.id,
                 tensors=_tensors(request),
-                outputs=[one.name for one in request.outputs],
+                outputs=_outputs(request.outputs),
                 timeout=_timeout(request, context.time_remaining()),
+                priority=read_priority(_parameter(request.parameters, PRIORITY, 0)),
                 transport="grpc",
             )
         except RequestError as error:
@@ -387,6 +396,8 @@ def _tensors(request: Any) -> list[WireTensor]:
     """Return the inputs of a request, raw or typed."""
     inputs = request.inputs
     raws = request.raw_input_contents
+    for one in inputs:
+        check_parameters(f"the input {one.name[:80]!r}", one.parameters, ())
     if raws:
         if len(raws) != len(inputs):
             raise RequestError(
@@ -397,6 +408,15 @@ def _tensors(request: Any) -> list[WireTensor]:
             raw_tensor(one.name, one.datatype, one.shape, raw) for one, raw in zip(inputs, raws, strict=True)
         ]
     return [_typed_tensor(one) for one in inputs]
+
+
+def _outputs(outputs: Iterable[Any]) -> list[str]:
+    """Return the names of the outputs that a request asks for."""
+    names = []
+    for one in outputs:
+        check_parameters(f"the output {one.name[:80]!r}", one.parameters, ())
+        names.append(one.name)
+    return names
 
 
 def _typed_tensor(one: Any) -> WireTensor:
@@ -420,13 +440,16 @@ def _typed_tensor(one: Any) -> WireTensor:
 
 def _timeout(request: Any, remaining: float | None) -> float | None:
     """Return the seconds that a caller waits, by its deadline and by the parameter of Triton's clients."""
-    if TIMEOUT not in request.parameters:
-        return remaining
-    value = request.parameters[TIMEOUT]
-    asked: float = (value.int64_param or value.uint64_param) / 1e6
-    if asked <= 0:
-        return remaining
-    return asked if remaining is None else min(asked, remaining)
+    asked = read_timeout(_parameter(request.parameters, TIMEOUT, 0))
+    return min((one for one in (asked, remaining) if one is not None), default=None)
+
+
+def _parameter(parameters: Any, name: str, default: object) -> object:
+    if name not in parameters:
+        return default
+    value = parameters[name]
+    chosen = value.WhichOneof("parameter_choice")
+    return default if chosen is None else getattr(value, chosen)
 
 
 def _set(parameter: Any, value: Parameter) -> None:

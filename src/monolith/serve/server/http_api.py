@@ -45,7 +45,9 @@ from monolith.serve.server.inference import (
     NO_CONTROL_TOKEN,
     PLATFORM,
     SERVER_NAME,
+    UNLOAD_PARAMETERS,
     Inference,
+    check_parameters,
     code_of,
 )
 from monolith.serve.server.processes import PEER_HEADER, ServerProcesses
@@ -376,9 +378,16 @@ class HttpApi:
             raise ForbiddenError(NO_CONTROL)
         if not self._control.admits(request.headers.get("authorization", "")):
             raise ForbiddenError(NO_CONTROL_TOKEN)
-        self._json_body(request)
+        parameters = self._json_body(request).get("parameters", {})
+        if not isinstance(parameters, dict):
+            raise RequestError("`parameters` must be an object")
         repository = self._inference.repository
-        (repository.load if verb == "load" else repository.unload)(name)
+        if verb == "load":
+            check_parameters("a load", parameters, ())
+            repository.load(name)
+        else:
+            check_parameters("an unload", parameters, UNLOAD_PARAMETERS)
+            repository.unload(name)
         if PEER_HEADER not in request.headers:
             self._peers.tell(verb, name)
         return _json({})

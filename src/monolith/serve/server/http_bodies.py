@@ -16,7 +16,15 @@ from monolith import concurrency
 from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.batching import JSON_COST, Reservation
-from monolith.serve.server.inference import TIMEOUT, InferReply, InferRequest
+from monolith.serve.server.inference import (
+    PRIORITY,
+    TIMEOUT,
+    InferReply,
+    InferRequest,
+    check_parameters,
+    read_priority,
+    read_timeout,
+)
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 
 JSON_LENGTH = "inference-header-content-length"
@@ -140,6 +148,7 @@ def read_infer(
     if not isinstance(message, dict):
         raise RequestError("the body must be a JSON object with `inputs`")
     parameters = _object(message, "parameters")
+    check_parameters("a request", parameters, (TIMEOUT, PRIORITY, BINARY_OUTPUT))
     wanted = _outputs(message)
     model, version = target
     request = InferRequest(
@@ -149,6 +158,7 @@ def read_infer(
         tensors=list(_inputs(message, rest)),
         outputs=[name for name, _ in wanted],
         timeout=_timeout(headers, parameters),
+        priority=read_priority(parameters.get(PRIORITY, 0)),
         transport="http",
     )
     return request, BinaryOutputs(
@@ -213,7 +223,9 @@ def _inputs(message: Mapping[str, Any], rest: memoryview) -> Iterator[WireTensor
         if not isinstance(one, dict):
             raise RequestError(f"{where} must be an object")
         name, datatype, shape = _string(one, "name"), _string(one, "datatype"), _shape(one, where)
-        size = _object(one, "parameters").get(BINARY_SIZE)
+        parameters = _object(one, "parameters")
+        check_parameters(where, parameters, (BINARY_SIZE,))
+        size = parameters.get(BINARY_SIZE)
         if size is None:
             if "data" not in one:
                 raise RequestError(f"{where} must have `data`, or {BINARY_SIZE} among its parameters")
@@ -236,7 +248,10 @@ def _outputs(message: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
         return []
     if not isinstance(outputs, list) or not all(isinstance(one, dict) for one in outputs):
         raise RequestError("`outputs` must be a list of objects")
-    return [(_string(one, "name"), _object(one, "parameters")) for one in outputs]
+    found = [(_string(one, "name"), _object(one, "parameters")) for one in outputs]
+    for name, parameters in found:
+        check_parameters(f"the output {name[:80]!r}", parameters, (BINARY,))
+    return found
 
 
 def _flat(data: Any, where: str, depth: int = 0) -> list[Any]:
@@ -294,12 +309,8 @@ def _timeout(headers: Mapping[str, str], parameters: Mapping[str, Any]) -> float
     found: list[float] = []
     if TIMEOUT_HEADER in headers:
         found.append(_whole(headers[TIMEOUT_HEADER], TIMEOUT_HEADER) / 1e3)
-    asked = parameters.get(TIMEOUT)
-    if asked is not None:
-        if not isinstance(asked, int) or isinstance(asked, bool) or not 0 <= asked < 1 << 63:
-            raise RequestError(f"the parameter `{TIMEOUT}` must be a number of microseconds")
-        if asked:
-            found.append(asked / 1e6)
+    if TIMEOUT in parameters and (asked := read_timeout(parameters[TIMEOUT])) is not None:
+        found.append(asked)
     return min(found) if found else None
 
 

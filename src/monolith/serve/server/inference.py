@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -41,7 +41,7 @@ from monolith.serve.config import Route, RouteTarget, ServeConfig, ServedFolder
 from monolith.serve.manifest import Signature
 from monolith.serve.metrics import AccessLog, ServeMetrics
 from monolith.serve.predictor import Predictor
-from monolith.serve.server.batching import ModelOutputs, RequestBatcher
+from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelOutputs, RequestBatcher
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
 from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, WireTensor, columns_of, output_tensor
@@ -78,6 +78,8 @@ class InferRequest:
     """Names of the outputs to return; empty returns all."""
     timeout: float | None = None
     """Seconds that the client waits; None if it did not say."""
+    priority: int = DEFAULT_PRIORITY
+    """From 1, answered first, to 9."""
     transport: str = "local"
 
 
@@ -97,6 +99,11 @@ PLATFORM = "pytorch_monolith"
 EXTENSIONS = ("binary_tensor_data", "model_repository")
 TIMEOUT = "timeout"
 """A parameter of a request, as Triton has it: microseconds."""
+PRIORITY = "priority"
+"""A parameter of a request, as Triton has it: lower is answered first, and 0 is the default."""
+_LOWEST_PRIORITY = 9
+UNLOAD_PARAMETERS = ("unload_dependents",)
+"""Sent by Triton's clients with every unload; no model here depends on another."""
 NO_CONTROL = "this server does not load or unload models on request; start it with --allow-control"
 NO_CONTROL_TOKEN = "loading or unloading a model needs the control token, not the predict token"
 INTERNAL = "the server failed to answer this request; its log says why"
@@ -122,6 +129,43 @@ HTTP_STATUS: Mapping[str, int] = {
     "internal": 500,
 }
 """Statuses of both transports by the code that `code_of` returns."""
+
+
+def check_parameters(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse parameters that this server would have to ignore.
+
+    Raises:
+        RequestError: One of them is not known.
+    """
+    for name in given:
+        if name not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise RequestError(f"this server does not support the parameter {name[:80]!r} of {what}; {takes}")
+
+
+def read_timeout(value: object) -> float | None:
+    """Return the seconds of the parameter `timeout`; None for 0, which sets no limit.
+
+    Raises:
+        RequestError: It is not a number of microseconds.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise RequestError(f"the parameter `{TIMEOUT}` must be a whole number of microseconds")
+    return value / 1e6 if value else None
+
+
+def read_priority(value: object) -> int:
+    """Return the parameter `priority`.
+
+    Raises:
+        RequestError: It is not a priority.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LOWEST_PRIORITY:
+        raise RequestError(
+            f"the parameter `{PRIORITY}` must be a whole number from 1, answered first, to "
+            f"{_LOWEST_PRIORITY}; 0 is {DEFAULT_PRIORITY}"
+        )
+    return value or DEFAULT_PRIORITY
 
 
 class TrafficRoutes:
@@ -362,7 +406,7 @@ class Inference:
         return RequestBatcher(
             model.predict,
             self.config.batching,
-            queue=self._limits.queue,
+            limits=self._limits,
             clock=self._clock,
             report=lambda requests, rows: self.metrics.batched(model.name, requests, rows),
         )
@@ -392,7 +436,7 @@ class Inference:
         # last lease to end closes it.
         with self.repository.lease(name, version) as loaded:
             columns = self._columns(request, loaded)
-            found = loaded.batcher.run(columns, deadline)
+            found = loaded.batcher.run(columns, deadline, request.priority)
             if found.missing:
                 self.metrics.missing(found.missing)
             reply = _reply(request, name, loaded, found)
@@ -436,7 +480,8 @@ class Inference:
     def _compare(self, shadow: RouteTarget, label: str, request: InferRequest, found: ModelOutputs) -> None:
         try:
             with self.repository.lease(shadow.model, shadow.version) as loaded:
-                other = loaded.batcher.run(self._columns(request, loaded), self._clock() + self._timeout)
+                columns, deadline = self._columns(request, loaded), self._clock() + self._timeout
+                other = loaded.batcher.run(columns, deadline, _LOWEST_PRIORITY)
             difference = _difference(found, other)
             outcome = "same" if difference == 0 else "different"
             self.metrics.shadowed(request.model, label, outcome, difference)

@@ -131,6 +131,19 @@ class RequestColumns:
     layout: tuple[tuple[str, int], ...]
     """Name and width of each column: requests of one layout can be answered together."""
 
+    def part(self, begin: int, end: int) -> RequestColumns:
+        """Return some of the rows, without a copy of arrays."""
+        values: dict[str, Any] = {}
+        for name, column in self.values.items():
+            ends = self.values.get(name + SPLITS)
+            if name.endswith(SPLITS) and name.removesuffix(SPLITS) in self.values:
+                values[name] = column[begin : end + 1] - column[begin]
+            elif ends is not None:
+                values[name] = column[int(ends[begin]) : int(ends[end])]
+            else:
+                values[name] = column[begin:end]
+        return RequestColumns(values, end - begin, self.layout)
+
 
 def columns_of(tensors: Sequence[WireTensor], signature: Signature) -> RequestColumns:
     """Return tensors as columns of a model.

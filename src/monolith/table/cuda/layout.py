@@ -127,11 +127,12 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         column += segment.dim
         state += segment.state_dim
         byte += segment.dim * segment.compressor.bytes_per_value
-    row_bytes = -(-byte // 4) * 4 if config.serving else 4 * column
+    row_bytes = -(-config.embedding_bytes // 4) * 4
+    by_chance = config.stores_bfloat16 and config.embedding_rounding == "stochastic"
     lanes = _lanes(config.dim)
     viewed = any(isinstance(segment.compressor, FixedR8 | OneBit) for segment in config.segments)
     lazy = decays_lazily(config) and not config.serving
-    # PLAIN: training sees the stored floats as they are, so that a lookup is a copy.
+    # PLAIN: training sees the stored values as they are, so that a lookup is a copy.
     numbers = {
         "DIM": config.dim,
         "STATE_DIM": config.state_dim,
@@ -139,7 +140,9 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         "SERVING": int(config.serving),
         "LAZY": int(lazy),
         "PLAIN": int(not config.serving and not viewed and not lazy),
-        "ROUNDED": int(any(segment.optimizer.stochastic_rounding for segment in config.segments)),
+        "BFLOAT16": int(config.stores_bfloat16),
+        "BY_CHANCE": int(by_chance),
+        "HASHED": int(by_chance or any(segment.optimizer.stochastic_rounding for segment in config.segments)),
         "LANES": lanes,
         # On a multiprocessor at once, which bounds the registers of each to what steps need without spilling.
         "TRAIN_BLOCKS": 1 if config.dim > 128 else 3 if config.state_dim > config.dim else 4,

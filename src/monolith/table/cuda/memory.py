@@ -3,7 +3,7 @@
     place      0 ... 15 | 16 ... 31 | ...      | P, P + 1        P places in buckets of 16, and 2 extra ones
     keys       hash, FREE or MARK              | FREE or HELD    int64; see places.cuh
     times      event time of the row                             int32 (the bits of a uint32)
-    values     the embedding, float32 or compressed              (places, row_bytes / 4) int32
+    values     the embedding, float32, bfloat16 or compressed    (places, row_bytes / 4) int32
     states     optimizer state                                   (places, state_dim) float32
 
 A row is stored at the place of its key. A batch of n ids is written in two launches and a sort between them:

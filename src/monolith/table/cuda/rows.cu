@@ -1,8 +1,8 @@
 // Kernels over rows, compiled for one layout.
 //
-// The layout (`layout.h`, written by layout.py) defines DIM, STATE_DIM, ROW_BYTES, SERVING, LAZY, LANES,
-// SEED, SEGMENTS and a struct for each segment, Segment0 and so on, which EACH_SEGMENT(X) passes to X by
-// number.
+// The layout (`layout.h`, written by layout.py) defines DIM, STATE_DIM, ROW_BYTES, SERVING, BFLOAT16,
+// BY_CHANCE, LAZY, LANES, SEED, SEGMENTS and a struct for each segment, Segment0 and so on, which
+// EACH_SEGMENT(X) passes to X by number.
 //
 // A batch is written by runs of equal places: `order` lists its positions sorted by place, equal ones as they
 // came.
@@ -17,6 +17,7 @@
 
 #pragma once
 
+#include "bfloat16.h"
 #include "places.cuh"
 #include "quantize.h"
 #include "update_rules.h"
@@ -90,6 +91,20 @@ __device__ __forceinline__ void encode(u8* row, int i, float x) {
 
 #define OF_COLUMN(p) if (column < Segment##p::kColumn + Segment##p::kDim)
 
+using u16 = unsigned short;
+
+// Two values from one word, the first in its low half.
+__device__ __forceinline__ float low_bfloat16(u32 word) {
+  return bfloat16_value(word & 0xffff);
+}
+__device__ __forceinline__ float high_bfloat16(u32 word) {
+  return float_with(word & 0xffff0000);
+}
+__device__ __forceinline__ float4 four_bfloat16(uint2 words) {
+  return make_float4(low_bfloat16(words.x), high_bfloat16(words.x), low_bfloat16(words.y),
+                     high_bfloat16(words.y));
+}
+
 // The value of a column as stored.
 __device__ __forceinline__ float read_value(const u8* row, int column) {
 #if SERVING
@@ -97,8 +112,19 @@ __device__ __forceinline__ float read_value(const u8* row, int column) {
   EACH_SEGMENT(READ)
 #undef READ
   return 0;
+#elif BFLOAT16
+  return bfloat16_value(((const u16*)row)[column]);
 #else
   return ((const float*)row)[column];
+#endif
+}
+
+// Columns 4v to 4v + 3 of a training row, by one load; DIM must be a multiple of 4.
+__device__ __forceinline__ float4 read_four(const u8* row, int v) {
+#if BFLOAT16
+  return four_bfloat16(((const uint2*)row)[v]);
+#else
+  return ((const float4*)row)[v];
 #endif
 }
 
@@ -111,6 +137,8 @@ __device__ __forceinline__ void write_value(u8* row, int column, float x) {
   }
   EACH_SEGMENT(WRITE)
 #undef WRITE
+#elif BFLOAT16
+  ((u16*)row)[column] = (u16)nearest_bfloat16(x);
 #else
   ((float*)row)[column] = x;
 #endif
@@ -167,14 +195,14 @@ __device__ __forceinline__ float seen_now(const u8* row, int column, const Kept&
 }
 
 // Decays a row that is about to be written.
-__device__ __forceinline__ void catch_up(float* row, float* state, const Scalars& scalars, int lane,
-                                         u32 tile) {
+__device__ __forceinline__ void catch_up(u8* row, float* state, const Scalars& scalars, int lane, u32 tile) {
   const Kept kept(state, scalars);
   __syncwarp(tile);  // all lanes have read the step counter, which lane 0 overwrites below
 #define CATCH_UP(p)                                                                                  \
   if (Segment##p::kLazy) {                                                                           \
     float* const counter = state + Segment##p::kState + Segment##p::kDim;                            \
-    for (int i = lane; i < Segment##p::kDim; i += LANES) row[Segment##p::kColumn + i] *= kept.of[p]; \
+    for (int c = Segment##p::kColumn + lane; c < Segment##p::kColumn + Segment##p::kDim; c += LANES) \
+      write_value(row, c, read_value(row, c) * kept.of[p]);                                          \
     if (lane == 0 && step_of(counter) != 0 && step_of(counter) < scalars.steps)                      \
       put_step(counter, scalars.steps);                                                              \
   }
@@ -255,13 +283,12 @@ __device__ __forceinline__ void look_up(const Table& table, const i64* __restric
 #if PLAIN && DIM % 4 == 0
   if (((u64)out & 15) == 0) {  // next to rows of other widths an answer may have any alignment
     constexpr int kFours = DIM / 4;
-    const float4* __restrict__ rows = (const float4*)table.values;
     float4* __restrict__ to = (float4*)out;
     for (int v = lane; v < kFours; v += KEYS) {
       float4 four[TOGETHER];
 #pragma unroll
       for (int j = 0; j < TOGETHER; ++j)
-        four[j] = place[j] < 0 ? make_float4(0, 0, 0, 0) : rows[place[j] * kFours + v];
+        four[j] = place[j] < 0 ? make_float4(0, 0, 0, 0) : read_four(table.row((int)place[j]), v);
 #pragma unroll
       for (int j = 0; j < TOGETHER; ++j)
         if (i + j < n) __stcs(&to[(i + j) * kFours + v], four[j]);  // evicted first: rows stay in the cache
@@ -393,8 +420,7 @@ extern "C" __global__ void put_rows(Table table, Writes writes, const float* __r
                                     const float* __restrict__ states, int whole, Scalars scalars) {
   TILE
 #if LAZY
-      if (!whole && !run.fresh)
-          catch_up((float*)table.row(run.place), table.state(run.place), scalars, lane, tile);
+      if (!whole && !run.fresh) catch_up(table.row(run.place), table.state(run.place), scalars, lane, tile);
 #endif
   const i64 last = writes.order[run.first + run.count - 1];
   u8* const row = table.row(run.place);
@@ -419,7 +445,7 @@ extern "C" __global__ void add_rows(Table table, Writes writes, const float* __r
     __syncwarp(tile);
   }
 #if LAZY
-  if (!run.fresh) catch_up((float*)row, table.state(run.place), scalars, lane, tile);
+  if (!run.fresh) catch_up(row, table.state(run.place), scalars, lane, tile);
 #endif
   for (i64 q = 0; q < run.count; ++q) {
     const i64 position = writes.order[run.first + q];

@@ -100,7 +100,7 @@ class SpillingTable:
         self._most = near.most_rows
         # New rows leave some of the room, so that rows can change places when the other half is full.
         self._room = self._most - (self._most // _RESERVE if config.capacity_bytes is not None else 0)
-        self._row_bytes = 4 * (config.dim + config.state_dim) + _INDEX_BYTES
+        self._row_bytes = config.embedding_bytes + 4 * config.state_dim + _INDEX_BYTES
         self._decays_lazily = decays_lazily(config)
         self._counts_steps = self._decays_lazily or any(
             isinstance(segment.compressor, OneBit) for segment in config.segments
@@ -690,7 +690,7 @@ def halves(
             f"table {config.name!r}: capacity_bytes is {whole:,} and {device_bytes:,} of that may be on "
             "the device: nothing would spill. Use a CudaTable"
         )
-    all_rows = device_bytes // (4 * config.dim)
+    all_rows = device_bytes // config.embedding_bytes
     near = CudaTable(
         replace(config, capacity_bytes=device_bytes, when_full="refuse", initial_rows=all_rows),
         admission=admission,

@@ -121,6 +121,53 @@ __device__ __forceinline__ void put(float* to, const float (&from)[Held<S>::kMan
   }
 }
 
+// A lane's columns of the values of a segment, fetched from a row and put into it as it stores them.
+template <class S>
+__device__ __forceinline__ void fetch_values(const u8* row, float (&into)[Held<S>::kMany], int lane) {
+#if BFLOAT16
+  constexpr int kMany = Held<S>::kMany;
+  const u16* const from = (const u16*)row + S::kColumn;
+  if constexpr (Held<S>::kFollowing && Held<S>::kWide == 4) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 4) {
+      const float4 four = four_bfloat16(*(const uint2*)(from + lane * kMany + k));
+      into[k] = four.x, into[k + 1] = four.y, into[k + 2] = four.z, into[k + 3] = four.w;
+    }
+  } else if constexpr (Held<S>::kFollowing && Held<S>::kWide == 2) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 2) {
+      const u32 two = *(const u32*)(from + lane * kMany + k);
+      into[k] = low_bfloat16(two), into[k + 1] = high_bfloat16(two);
+    }
+  } else {
+    EACH_COLUMN into[k] = bfloat16_value(from[c]);
+  }
+#else
+  fetch<S, Held<S>::kWide>((const float*)row + S::kColumn, into, lane);
+#endif
+}
+
+// The values must be rounded already, so that only zeros are cut off.
+template <class S>
+__device__ __forceinline__ void put_values(u8* row, const float (&from)[Held<S>::kMany], int lane) {
+#if BFLOAT16
+  constexpr int kMany = Held<S>::kMany;
+  u16* const to = (u16*)row + S::kColumn;
+  const auto two = [&](int k) { return bits_of(from[k]) >> 16 | bits_of(from[k + 1]); };
+  if constexpr (Held<S>::kFollowing && Held<S>::kWide == 4) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 4) *(uint2*)(to + lane * kMany + k) = make_uint2(two(k), two(k + 2));
+  } else if constexpr (Held<S>::kFollowing && Held<S>::kWide == 2) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 2) *(u32*)(to + lane * kMany + k) = two(k);
+  } else {
+    EACH_COLUMN to[c] = (u16)(bits_of(from[k]) >> 16);
+  }
+#else
+  put<S, Held<S>::kWide>((float*)row + S::kColumn, from, lane);
+#endif
+}
+
 // The sum over the columns in their order, the same in all lanes. Not a tree of shuffles, which would be
 // faster: the host adds in this order, and results must be equal to the last bit.
 template <class S>
@@ -230,7 +277,7 @@ enum Outcome { DONE, NOT_FINITE, NOT_USABLE };
 
 // Steps a segment. With STORE false nothing is written: the outcome says whether the row would stay finite.
 template <class S, bool STORE>
-__device__ __forceinline__ int step_segment(float* row, float* state_row, u64 hash, const Gradients& by,
+__device__ __forceinline__ int step_segment(u8* row, float* state_row, u64 hash, const Gradients& by,
                                             float rate, float scale, i64 step, bool look, int lane,
                                             u32 tile) {
   constexpr int d = S::kDim;
@@ -240,7 +287,7 @@ __device__ __forceinline__ int step_segment(float* row, float* state_row, u64 ha
   float* const state = state_row + S::kState;
   Held<S> held = {};
   // All loads are issued before the first result is used: a step is bound by the latency of memory.
-  fetch<S, Held<S>::kWide>(row + S::kColumn, held.x, lane);
+  fetch_values<S>(row, held.x, lane);
   fetch_gradient<S>(by, by.first, held.g, lane);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) fetch<S, Held<S>::kStateWide>(state + v * d, held.state[v], lane);
@@ -271,15 +318,23 @@ __device__ __forceinline__ int step_segment(float* row, float* state_row, u64 ha
   }
   take_step<S>(held, rate, step, lane, tile);
   bool finite = true;
+#if BY_CHANCE
+  const u64 key = rounding_key(hash, SEED, step);
+#endif
   EACH_COLUMN {
     if constexpr (S::kRounded) {
       const u64 salt = hash + mix((u64)step);
       held.x[k] = round_to_half(held.x[k], draw(salt + bits_of(held.x[k]), S::kColumn + c));
     }
     finite &= held.x[k] - held.x[k] == 0;
+#if BY_CHANCE
+    held.x[k] = bfloat16_value(stochastic_bfloat16(held.x[k], key, S::kColumn + c));
+#elif BFLOAT16
+    held.x[k] = bfloat16_value(nearest_bfloat16(held.x[k]));
+#endif
   }
   if (STORE) {
-    put<S, Held<S>::kWide>(row + S::kColumn, held.x, lane);
+    put_values<S>(row, held.x, lane);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) put<S, Held<S>::kStateWide>(state + v * d, held.state[v], lane);
   }
@@ -295,7 +350,7 @@ __device__ __forceinline__ int step_segment(float* row, float* state_row, u64 ha
 // Steps all segments of a row. With several segments the gradients must be checked before: otherwise the
 // first segment would be stepped by a gradient that turns out not to be usable in the last.
 template <bool STORE>
-__device__ __forceinline__ int step_row(float* row, float* state, u64 hash, const Gradients& by,
+__device__ __forceinline__ int step_row(u8* row, float* state, u64 hash, const Gradients& by,
                                         const Scalars& scalars, i64 step, bool look, int lane, u32 tile) {
   int outcome = DONE;
 #define STEP(p)                                                                                             \
@@ -533,12 +588,12 @@ __device__ __forceinline__ void train(const Table& table, const Writes& writes, 
       look = false;
     };
     if (look && (SEGMENTS > 1 || (run.count > 1 && !summed))) by_usable();
-    float* const row = (float*)table.row(run.place);
+    u8* const row = table.row(run.place);
     float* const state = table.state(run.place);
     u64 hash = 0;
-    if (run.fresh || ROUNDED) hash = table.hash(run.place);
+    if (run.fresh || HASHED) hash = table.hash(run.place);
     if (run.fresh && run.count > 0) {
-      start_values((u8*)row, hash, lane);
+      start_values(row, hash, lane);
       start_state(state, lane);
       __syncwarp(tile);
     }

@@ -13,8 +13,9 @@ and not merely whether it knows who clicks a lot.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,14 @@ from torch import Tensor
 
 from monolith.errors import ConfigError, MetricError, RestoreError
 from monolith.table.hashing import mix
-from monolith.train.metrics.scored import Floats, Scored
+from monolith.train.metrics.scored import Array, Scored, ScoredMetric, moved, namespace
+
+Floats = NDArray[np.float64]
 
 _NO_LIMIT = np.uint64(2**64 - 1)
 
 
-class StreamingAuc:
+class StreamingAuc(ScoredMetric):
     """The area under the ROC curve of everything since the last reset.
 
     Exact while there are at most `max_intervals` different scores, as far as doubles are. After that
@@ -38,7 +41,13 @@ class StreamingAuc:
     400 thousand examples), more where they wander, as those of a model that only begins to learn (1e-2).
     Measure such a stream in windows. `error_bound` is the exact limit at any time; what is really
     missed is a small part of it. A state takes 32 bytes an interval.
+
+    Intervals are on the device of the predictions. With weights that are whole numbers they, and the value,
+    are the same to the bit on every device: all sums are whole numbers, below 2**53 for up to 60 million
+    examples of each class.
     """
+
+    name = "auc"
 
     def __init__(self, max_intervals: int = 16384) -> None:
         if max_intervals < 12:
@@ -47,47 +56,46 @@ class StreamingAuc:
         self.reset()
 
     def reset(self) -> None:
-        self._low = self._high = self._positive = self._negative = np.empty(0)
+        none: Array = np.empty(0)
+        self._low = self._high = self._positive = self._negative = none
 
-    def update(
-        self,
-        predictions: Tensor,
-        labels: Tensor,
-        weights: Tensor | None = None,
-        groups: Tensor | None = None,  # noqa: ARG002  only some metrics ask for them
-    ) -> None:
+    def add(self, scored: Scored) -> None:
         """Take in examples whose labels are 0 or 1; predictions may be logits, since only order counts."""
-        scored = Scored.read("auc", predictions, labels, weights)
-        scored.require_classes("auc")
-        scores, which = np.unique(scored.predictions, return_inverse=True)
-        positive = np.bincount(which, scored.weights * scored.labels, len(scores))
-        negative = np.bincount(which, scored.weights * (1 - scored.labels), len(scores))
-        # A score within an interval joins it; every other becomes an interval of its own.
-        at = np.searchsorted(self._low, scores, side="right") - 1
-        inside = at >= 0
-        inside[inside] = scores[inside] <= self._high[at[inside]]
-        count, at = len(self._low), at[inside]
-        joined = [
-            held + np.bincount(at, new[inside], count)
-            for held, new in ((self._positive, positive), (self._negative, negative))
-        ]
-        alone = ~inside
-        low = np.concatenate([self._low, scores[alone]])
-        order = np.argsort(low, kind="stable")
-        self._low = low[order]
-        self._high = np.concatenate([self._high, scores[alone]])[order]
-        self._positive = np.concatenate([joined[0], positive[alone]])[order]
-        self._negative = np.concatenate([joined[1], negative[alone]])[order]
+        scored.require_classes(self.name)
+        scores, labels, weights = scored.predictions, scored.labels, scored.weights
+        if scored.weighed:
+            counts = weights > 0
+            scores, labels, weights = scores[counts], labels[counts], weights[counts]
+        if not len(scores):
+            return
+        xp = namespace(scores)
+        low, high, positive, negative = (
+            xp.concatenate([moved(held, scores), new])
+            for held, new in (
+                (self._low, scores),
+                (self._high, scores),
+                (self._positive, weights * labels),
+                (self._negative, weights * (1 - labels)),
+            )
+        )
+        # Sorted by their lower ends, intervals and new scores, whose ends are one, are in order: an entry
+        # belongs to the one before it if it begins at or below the highest end so far.
+        order = xp.argsort(low)
+        low, reached = low[order], _running_max(high[order])
+        begins = xp.ones_like(order) > 0
+        begins[1:] = low[1:] > reached[:-1]
+        self._merge(low, reached, positive[order], negative[order], begins)
         if len(self._low) > self._most:
             self._join()
 
     def value(self) -> float:
         """From 0 to 1; NaN until both classes were seen."""
-        pairs = float(self._positive.sum() * self._negative.sum())
-        if not pairs:
-            return math.nan
-        below = np.cumsum(self._negative) - self._negative
-        return float((self._positive * (below + self._negative / 2)).sum()) / pairs
+        positive, negative = self._positive, self._negative
+        xp = namespace(negative)
+        below = xp.cumsum(negative, 0) - negative
+        wins = (positive * (below + negative / 2)).sum()
+        won, positives, negatives = xp.stack([wins, positive.sum(), negative.sum()]).tolist()
+        return float(won / (positives * negatives)) if positives and negatives else math.nan
 
     def error_bound(self) -> float:
         """How far `value` can be from the exact AUC; 0 while no scores were joined."""
@@ -96,7 +104,7 @@ class StreamingAuc:
         return float((self._positive * self._negative)[wide].sum()) / 2 / pairs if pairs else 0.0
 
     def state(self) -> dict[str, Any]:
-        return {name: torch.from_numpy(array.copy()) for name, array in self._arrays().items()}
+        return {name: torch.as_tensor(array).to("cpu", copy=True) for name, array in self._arrays().items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         arrays = read_arrays("auc", state, dict.fromkeys(self._arrays(), np.float64))
@@ -105,7 +113,7 @@ class StreamingAuc:
         if len(self._low) > self._most:
             self._join()
 
-    def _arrays(self) -> dict[str, Floats]:
+    def _arrays(self) -> dict[str, Array]:
         return {
             "low": self._low,
             "high": self._high,
@@ -116,30 +124,76 @@ class StreamingAuc:
     def _join(self) -> None:
         """Make of all intervals at most half as many as there may be, of about the same weight."""
         target = self._most // 6
-        share = sum(
-            (part / part.sum() for part in (self._positive, self._negative) if part.any()),
-            start=np.zeros(len(self._low)),
-        )
+        positive, negative = self._positive, self._negative
+        xp = namespace(positive)
+        # Half of an interval's share is of the positives, half of the negatives; times the sums of both: so
+        # whole weights stay whole, and no order of adding them up rounds.
+        most = [xp.where(total > 0, total, 1.0) for total in (positive.sum(), negative.sum())]
+        share = positive * most[1] + negative * most[0]
         each = share.sum() / target
-        place = np.floor((np.cumsum(share) - share / 2) / each).astype(np.int64)
+        place = xp.floor((xp.cumsum(share, 0) - share / 2) / each)
         # One score may have much of the weight, as a constant prediction does: its ties are real and
         # it stays alone. There are fewer than `target` of those, each with two more borders.
         heavy = share > each
-        border = np.flatnonzero(np.diff(place) | heavy[1:] | heavy[:-1]) + 1
-        starts = np.concatenate([np.zeros(1, np.int64), border])
-        ends = np.concatenate([border, np.array([len(share)])]) - 1
-        self._low, self._high = self._low[starts], self._high[ends]
-        self._positive = np.add.reduceat(self._positive, starts)
-        self._negative = np.add.reduceat(self._negative, starts)
+        begins = xp.ones_like(heavy)
+        begins[1:] = (place[1:] != place[:-1]) | heavy[1:] | heavy[:-1]
+        self._merge(self._low, self._high, positive, negative, begins)
+
+    def _merge(self, low: Array, high: Array, positive: Array, negative: Array, begins: Array) -> None:
+        """Keep the intervals that entries make, in order; each from where one `begins` up to the next."""
+        starts: Array
+        ends: Array
+        if isinstance(low, Tensor):
+            starts = begins.nonzero().flatten()
+            ends = torch.cat([starts[1:], starts.new_full((1,), len(low))])
+            lengths = ends - starts
+            # One block of threads for each interval: unlike atomic additions, it rounds the same every time.
+            self._positive, self._negative = (
+                torch.segment_reduce(one, "sum", lengths=lengths, unsafe=True) for one in (positive, negative)
+            )
+        else:
+            starts = np.flatnonzero(begins)
+            ends = np.append(starts[1:], len(low))
+            self._positive, self._negative = (np.add.reduceat(one, starts) for one in (positive, negative))
+        self._low, self._high = low[starts], high[ends - 1]
 
 
-class GroupedExamples(ABC):
-    """A metric of examples within each group, such as a user, which keeps them until it is asked.
+def _running_max(array: Array) -> Array:
+    return torch.cummax(array, 0).values if isinstance(array, Tensor) else np.maximum.accumulate(array)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Examples:
+    """Examples of weight above 0, in host memory; all arrays have shape (n,)."""
+
+    predictions: Floats
+    labels: Floats
+    weights: Floats
+    groups: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, scored: Scored) -> _Examples:
+        assert scored.groups is not None
+        columns = (scored.predictions, scored.labels, scored.weights, scored.groups)
+        found = cls(*(moved(column, scored.groups) for column in columns))
+        return found.select(found.weights > 0)  # a copy: what is held must not keep a batch in memory
+
+    def __len__(self) -> int:
+        return len(self.predictions)
+
+    def select(self, mask: NDArray[np.bool_]) -> _Examples:
+        return _Examples(self.predictions[mask], self.labels[mask], self.weights[mask], self.groups[mask])
+
+
+class GroupedExamples(ScoredMetric):
+    """A metric of examples within each group, such as a user. It keeps them in host memory until it is asked.
 
     Memory is bounded by `max_examples`, 32 bytes each: when they are exceeded, groups are drawn by the hash
     of their id until half the room is free, and the value is that of the drawn ones, every one of which is
     whole. Of one group only the first `max_per_group` examples count, so that a crawler is not the measure.
     """
+
+    on_device = False
 
     def __init__(self, name: str, max_examples: int, max_per_group: int) -> None:
         if not 2 <= max_per_group <= max_examples // 2:
@@ -154,23 +208,16 @@ class GroupedExamples(ABC):
 
     def reset(self) -> None:
         self._below = _NO_LIMIT  # groups of a greater hash were not drawn
-        self._chunks: list[Scored] = []
+        self._chunks: list[_Examples] = []
         self._held = 0
 
-    def update(
-        self,
-        predictions: Tensor,
-        labels: Tensor,
-        weights: Tensor | None = None,
-        groups: Tensor | None = None,
-    ) -> None:
+    def add(self, scored: Scored) -> None:
         """Take in examples, each with the id of its group."""
-        if groups is None:
+        if scored.groups is None:
             raise MetricError(f"{self.name}: needs the group of each example, such as its user; pass groups")
-        scored = Scored.read(self.name, predictions, labels, weights, groups)
         self._check(scored)
-        assert scored.groups is not None
-        drawn = _select(scored, mix(scored.groups) <= self._below)
+        found = _Examples.of(scored)
+        drawn = found.select(mix(found.groups) <= self._below)
         if len(drawn):
             self._chunks.append(drawn)
             self._held += len(drawn)
@@ -190,7 +237,6 @@ class GroupedExamples(ABC):
 
     def state(self) -> dict[str, Any]:
         found = self._whole()
-        assert found.groups is not None
         return {
             "below": str(int(self._below)),  # JSON's numbers do not reach 2**64
             "predictions": torch.from_numpy(found.predictions.copy()),
@@ -208,24 +254,23 @@ class GroupedExamples(ABC):
         }
         arrays = read_arrays(self.name, state, kinds)
         self._below = np.uint64(int(state.get("below", _NO_LIMIT)))
-        self._chunks = [Scored(**arrays)]
+        self._chunks = [_Examples(**arrays)]
         self._held = len(self._chunks[0])
         if self._held > self._most:
             self._thin_out()
 
-    def _whole(self) -> Scored:
+    def _whole(self) -> _Examples:
         """Return all that is held, of each group no more than counts, in the order it came."""
         if not self._chunks:
             none = np.empty(0)
-            return Scored(none, none, none, np.empty(0, np.int64))
-        parts = [[getattr(chunk, name) for chunk in self._chunks] for name in Scored.__dataclass_fields__]
-        whole = Scored(*(np.concatenate(part) for part in parts))
-        assert whole.groups is not None
+            return _Examples(none, none, none, np.empty(0, np.int64))
+        parts = [[getattr(chunk, name) for chunk in self._chunks] for name in _Examples.__dataclass_fields__]
+        whole = _Examples(*(np.concatenate(part) for part in parts))
         order = np.argsort(whole.groups, kind="stable")
         _, starts, sizes = np.unique(whole.groups[order], return_index=True, return_counts=True)
         rank = np.empty(len(whole), np.int64)
         rank[order] = np.arange(len(whole)) - np.repeat(starts, sizes)
-        kept = _select(whole, rank < self._most_each)
+        kept = whole.select(rank < self._most_each)
         self._chunks, self._held = [kept], len(kept)
         return kept
 
@@ -233,12 +278,11 @@ class GroupedExamples(ABC):
         whole = self._whole()
         if self._held <= self._most // 2:
             return
-        assert whole.groups is not None
         hashes = mix(whole.groups)
         drawn, sizes = np.unique(hashes, return_counts=True)
         fitting = int(np.searchsorted(np.cumsum(sizes), self._most // 2, side="right"))
         self._below = drawn[fitting - 1]
-        kept = _select(whole, hashes <= self._below)
+        kept = whole.select(hashes <= self._below)
         self._chunks, self._held = [kept], len(kept)
 
 
@@ -259,7 +303,6 @@ class GroupedAuc(GroupedExamples):
         found = self._whole()
         if not len(found):
             return math.nan
-        assert found.groups is not None
         _, group = np.unique(found.groups, return_inverse=True)
         order = np.lexsort((found.predictions, group))
         group, scores = group[order], found.predictions[order]
@@ -296,8 +339,3 @@ def read_arrays(
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         raise RestoreError(f"cannot restore metric {metric!r}: its arrays have shapes {shapes}")
     return arrays
-
-
-def _select(scored: Scored, mask: NDArray[np.bool_]) -> Scored:
-    assert scored.groups is not None
-    return Scored(scored.predictions[mask], scored.labels[mask], scored.weights[mask], scored.groups[mask])

@@ -1,20 +1,35 @@
-"""The metrics of a task, head by head."""
+"""The metrics of a task, head by head.
+
+Batches are kept as they come, and taken in by the metrics several at once: before a window ends, a value is
+asked for or a checkpoint is saved, and after `AT_ONCE` examples. A metric then costs a small part of what it
+does batch by batch, and a GPU is waited for that much less often; predictions stay in its memory.
+
+    update(batch)          kept: predictions on the device, labels and weights on the CPU
+    ...
+    a window ends          labels go to the device ──► all metrics of the head ──► rows are reported
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.errors import RestoreError
 from monolith.feature import Batch
 from monolith.train.metrics.metric_set import MetricSet, WindowRow
-from monolith.train.metrics.sliding import SlidingMetrics, live_values
+from monolith.train.metrics.sliding import KeptExamples, SlidingMetrics, live_values, together
 from monolith.train.task import Mode, Task
 
 _log = logging.getLogger(__name__)
+
+AT_ONCE = 1 << 17
+"""Examples that are kept until the metrics take them in."""
 
 
 class HeadMetrics:
@@ -39,29 +54,41 @@ class HeadMetrics:
         self._set: MetricSet | None = None
         self._live: dict[str, SlidingMetrics] = {}
         self._saved: Mapping[str, Any] | None = None
+        # Not taken in yet; by head, batch after batch. All alike: one can lay them end to end.
+        self._kept: dict[str, list[KeptExamples]] = {}
+        self._kept_examples = 0
+        self._oldest = self._newest = 0  # event times of these
+        self._kept_like: object = None
+        self._said_host = False
         self.left_out = 0
         """Batches that are not measured, because a prediction is not finite."""
+        self.aside: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Returns a block that metrics compute in. All predictions are there by then: a device has said that
+        they are finite."""
 
-    def update(self, predictions: Mapping[str, Tensor], batch: Batch) -> None:
+    def update(
+        self,
+        predictions: Mapping[str, Tensor],
+        batch: Batch,
+        finite: Mapping[str, bool] | None = None,
+    ) -> None:
         """Take in a batch as it was predicted; labels that are not predicted are skipped. A batch with a
-        prediction that is not finite is left out, said and counted."""
+        prediction that is not finite is left out, said and counted.
+
+        Args:
+            finite: Whether the predictions of each head are finite; None looks, and waits for a device.
+
+        Raises:
+            MetricError: Labels or weights of this batch, or of one that was kept before, make no sense.
+        """
         heads = [head for head in predictions if head in batch.labels]
         if self._set is None and heads:
-            wanted = self._wanted if isinstance(self._wanted, Mapping) else dict.fromkeys(heads, self._wanted)
-            names = {head: wanted.get(head, ()) for head in heads}
-            self._set = MetricSet.named(names, window=self._window)
-            if self._window is not None:
-                self._live = {head: SlidingMetrics(some, self._window) for head, some in names.items()}
-            if self._saved is not None:
-                try:
-                    self._set.restore(self._saved)
-                except RestoreError as cause:  # of another window, for instance: no reason not to train
-                    _log.warning("metrics start from zero: %s", cause)
-                    self._set.reset()
-                self._saved = None
+            self._make(heads)
         if self._set is None:
             return
-        if bad := [head for head in heads if not bool(predictions[head].isfinite().all())]:
+        if finite is None:
+            finite = {head: bool(predictions[head].isfinite().all()) for head in heads}
+        if bad := [head for head in heads if not finite[head]]:
             self.left_out += 1
             if self.left_out == 1:
                 _log.warning(
@@ -70,33 +97,46 @@ class HeadMetrics:
                     ", ".join(bad),
                 )
             return
-        weights, groups = self._task.weights(batch), self._task.groups(batch)
-        self._set.update(
-            {head: predictions[head] for head in heads},
-            {head: batch.labels[head] for head in heads},
-            weights,
-            groups,
-            batch.ids.event_time,
-        )
-        for head, live in self._live.items():
-            weight = (weights or {}).get(head)
-            live.update(predictions[head], batch.labels[head], weight, groups, batch.ids.event_time)
-        self._tell()
+        weights, groups = self._task.weights(batch) or {}, self._task.groups(batch)
+        time = batch.ids.event_time
+        seen = {
+            head: KeptExamples.of(predictions[head], batch.labels[head], weights.get(head), groups, time)
+            for head in heads
+            if self._set.heads.get(head)
+        }
+        like = [(head, one.like) for head, one in seen.items()]
+        if like != self._kept_like:
+            self._take_in()
+        self._kept_like = like
+        for head, one in seen.items():
+            self._kept.setdefault(head, []).append(one)
+            if head in self._live:
+                self._live[head].add(one)
+        self._oldest = min(self._oldest, time) if self._kept_examples else time
+        self._newest = max(self._newest, time) if self._kept_examples else time
+        self._kept_examples += len(batch)
+        # By counts alone, and not by the clock: the AUC of very many examples depends on it, a little.
+        ends = self._set.ends_within(self._kept_examples, self._oldest, self._newest)
+        if ends or self._kept_examples >= AT_ONCE:
+            self._take_in()
 
     def values(self) -> dict[str, float]:
         """Return each metric as it stands, as "head/metric": over the latest examples where there are
         windows, see `SlidingMetrics`; otherwise over all."""
         if self._live:
             return live_values(self._live)
+        self._take_in()
         return {} if self._set is None else self._set.values()
 
     def end(self) -> None:
         """Report the window that is open."""
+        self._take_in()
         if self._set is not None and self._window is not None:
             self._set.close_windows()
             self._tell()
 
     def state(self) -> dict[str, Any]:
+        self._take_in()
         if self._set is not None:
             return {"set": self._set.state()}
         return {"set": self._saved} if self._saved is not None else {}
@@ -104,6 +144,54 @@ class HeadMetrics:
     def restore(self, saved: Mapping[str, Any]) -> None:
         self._saved = saved.get("set")
         self._set = None
+        self._forget()
+
+    def _make(self, heads: list[str]) -> None:
+        """Make the metrics of heads, and resume from what was saved."""
+        wanted = self._wanted if isinstance(self._wanted, Mapping) else dict.fromkeys(heads, self._wanted)
+        names = {head: wanted.get(head, ()) for head in heads}
+        self._set = MetricSet.named(names, window=self._window)
+        if self._window is not None:
+            self._live = {head: SlidingMetrics(some, self._window) for head, some in names.items()}
+        if self._saved is not None:
+            try:
+                self._set.restore(self._saved)
+            except RestoreError as cause:  # of another window, for instance: no reason not to train
+                _log.warning("metrics start from zero: %s", cause)
+                self._set.reset()
+            self._saved = None
+
+    def _take_in(self) -> None:
+        """Have the metrics take in the batches that were kept, and report the windows that ended."""
+        if self._set is None or not self._kept:
+            return
+        kept, examples = self._kept, self._kept_examples
+        self._forget()  # first: a batch that is refused must not be refused again, by a save
+        first = next(iter(kept.values()))
+        weights = {head: together([one.weights for one in several]) for head, several in kept.items()}
+        began = concurrency.monotonic()
+        with self.aside():
+            self._set.update(
+                {head: torch.cat([one.predictions for one in several]) for head, several in kept.items()},
+                {head: torch.cat([one.labels for one in several]) for head, several in kept.items()},
+                {head: one for head, one in weights.items() if one is not None},
+                together([one.groups for one in first]),
+                [(len(one), one.event_time) for one in first],
+            )
+        if not self._said_host and first[0].predictions.device.type != "cpu":
+            self._said_host = True
+            if on_host := self._set.on_host():
+                _log.info(
+                    "metrics that are computed on the host: %s. Predictions are copied there, and taking in "
+                    "%d examples took %.1f ms; other metrics stay on the GPU",
+                    ", ".join(on_host),
+                    examples,
+                    1000 * (concurrency.monotonic() - began),
+                )
+        self._tell()
+
+    def _forget(self) -> None:
+        self._kept, self._kept_examples, self._kept_like = {}, 0, None
 
     def _tell(self) -> None:
         if self._set is None or self._window is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.errors import ConfigError, MetricError, RestoreError
 from monolith.train.metrics.auc import GroupedAuc, StreamingAuc
 from monolith.train.metrics.ranking import RankingMetric
-from monolith.train.metrics.scored import Floats, Scored
+from monolith.train.metrics.scored import Array, Scored, ScoredMetric, moved, namespace
 
 __all__ = [
     "LOSSES",
@@ -69,7 +69,8 @@ class Metric(Protocol):
         """Take in examples; an example of weight 0 is not there.
 
         Args:
-            predictions: Of shape (n,) or (n, 1), on any device; copied to the CPU.
+            predictions: Of shape (n,) or (n, 1), on any device; several batches at once, in a run. The other
+                tensors may be on the CPU.
             weights: Not negative; None for 1 each.
             groups: Whole numbers, such as users, for metrics that ask for them.
 
@@ -97,46 +98,39 @@ class Metric(Protocol):
 # Metrics that are a few sums
 
 
-class _Sums(ABC):
-    """A metric whose memory is some running sums, by name."""
+class _Sums(ScoredMetric):
+    """A metric whose memory is some running sums, by name, on the device of the predictions.
 
-    name: str
+    They are float64, and equal on every device but for the order in which a batch is added up: to about 1e-15
+    of their size.
+    """
+
     fields: tuple[str, ...]
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self._sums = dict.fromkeys(self.fields, 0.0)
+        self._sums: Array = np.zeros(len(self.fields))
 
-    def update(
-        self,
-        predictions: Tensor,
-        labels: Tensor,
-        weights: Tensor | None = None,
-        groups: Tensor | None = None,  # noqa: ARG002  only some metrics ask for them
-    ) -> None:
-        scored = Scored.read(self.name, predictions, labels, weights)
-        for field, terms in self._terms(scored).items():
-            self._sums[field] += float((scored.weights * terms).sum())
+    def add(self, scored: Scored) -> None:
+        terms = namespace(scored.weights).stack(self._terms(scored))
+        self._sums = moved(self._sums, terms) + (terms * scored.weights).sum(1)
 
     def state(self) -> dict[str, Any]:
-        return dict(self._sums)
+        return dict(zip(self.fields, self._sums.tolist(), strict=True))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        if state.keys() != self._sums.keys():
+        if state.keys() != set(self.fields):
             raise RestoreError(
                 f"cannot restore metric {self.name!r}: its state has {sorted(state)} "
-                f"instead of {sorted(self._sums)}"
+                f"instead of {sorted(self.fields)}"
             )
-        self._sums = {field: float(state[field]) for field in self.fields}
+        self._sums = np.array([float(state[field]) for field in self.fields])
 
     @abstractmethod
-    def _terms(self, scored: Scored) -> dict[str, Floats]:
-        """Return what each example adds to each sum."""
-
-    def _ratio(self, above: str, below: str) -> float:
-        return self._sums[above] / self._sums[below] if self._sums[below] else math.nan
+    def _terms(self, scored: Scored) -> list[Array]:
+        """Return what each example adds to each sum, in the order of `fields`."""
 
 
 class NormalizedEntropy(_Sums):
@@ -148,16 +142,17 @@ class NormalizedEntropy(_Sums):
     name = "ne"
     fields = ("weight", "loss", "label")
 
-    def _terms(self, scored: Scored) -> dict[str, Floats]:
+    def _terms(self, scored: Scored) -> list[Array]:
         scored.require_probabilities(self.name)
-        return {"weight": np.ones(len(scored)), "loss": _log_loss(scored), "label": scored.labels}
+        return [namespace(scored.labels).ones_like(scored.labels), _log_loss(scored), scored.labels]
 
     def value(self) -> float:
-        rate = self._ratio("label", "weight")
+        weight, loss, label = self._sums.tolist()
+        rate = label / weight if weight else math.nan
         if math.isnan(rate) or not 0 < rate < 1:
             return math.nan
         entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate))
-        return self._ratio("loss", "weight") / entropy
+        return float(loss / weight / entropy)
 
 
 class Calibration(_Sums):
@@ -169,11 +164,12 @@ class Calibration(_Sums):
     name = "calibration"
     fields = ("prediction", "label")
 
-    def _terms(self, scored: Scored) -> dict[str, Floats]:
-        return {"prediction": scored.predictions, "label": scored.labels}
+    def _terms(self, scored: Scored) -> list[Array]:
+        return [scored.predictions, scored.labels]
 
     def value(self) -> float:
-        return self._ratio("prediction", "label")
+        prediction, label = self._sums.tolist()
+        return float(prediction / label) if label else math.nan
 
 
 class MeanLoss(_Sums):
@@ -188,13 +184,14 @@ class MeanLoss(_Sums):
         self._loss = LOSSES[loss]
         super().__init__()
 
-    def _terms(self, scored: Scored) -> dict[str, Floats]:
+    def _terms(self, scored: Scored) -> list[Array]:
         if self._loss is _log_loss:
             scored.require_probabilities(self.name)
-        return {"weight": np.ones(len(scored)), "loss": self._loss(scored)}
+        return [namespace(scored.labels).ones_like(scored.labels), self._loss(scored)]
 
     def value(self) -> float:
-        return self._ratio("loss", "weight")
+        weight, loss = self._sums.tolist()
+        return float(loss / weight) if weight else math.nan
 
 
 class RootMeanSquare(MeanLoss):
@@ -208,21 +205,22 @@ class RootMeanSquare(MeanLoss):
         return math.sqrt(super().value())
 
 
-def _log_loss(scored: Scored) -> Floats:
+def _log_loss(scored: Scored) -> Array:
     """In nats. A sure prediction that was wrong costs 27.6 (1e-12 for a 0), and not infinity."""
-    sure = np.clip(scored.predictions, 1e-12, 1 - 1e-12)
-    return -(scored.labels * np.log(sure) + (1 - scored.labels) * np.log1p(-sure))
+    xp = namespace(scored.predictions)
+    sure = scored.predictions.clip(1e-12, 1 - 1e-12)
+    return -(scored.labels * xp.log(sure) + (1 - scored.labels) * xp.log1p(-sure))
 
 
-def _squared(scored: Scored) -> Floats:
-    return np.square(scored.predictions - scored.labels)
+def _squared(scored: Scored) -> Array:
+    return (scored.predictions - scored.labels) ** 2
 
 
-def _absolute(scored: Scored) -> Floats:
-    return np.abs(scored.predictions - scored.labels)
+def _absolute(scored: Scored) -> Array:
+    return abs(scored.predictions - scored.labels)
 
 
-LOSSES: dict[str, Callable[[Scored], Floats]] = {
+LOSSES: dict[str, Callable[[Scored], Array]] = {
     "log": _log_loss,
     "squared": _squared,
     "absolute": _absolute,
@@ -267,6 +265,10 @@ def make_metric(name: str) -> Metric:
 
 # Windows
 
+EventTime = int | Tensor | Sequence[tuple[int, int]] | None
+"""Unix seconds of examples: one for all; int64 of shape (n,); or, of several batches, how many examples each
+has and their time. Windows of time need it."""
+
 
 @dataclass(frozen=True, slots=True)
 class WindowRow:
@@ -287,8 +289,7 @@ class Windowed:
     A window of `n` examples ends with its n-th, wherever that is in a batch. A window of a
     `timedelta` begins at a multiple of it since 1970 and ends when an example of a later one
     comes; an example that is late counts in the window that is open, in `late`, and nowhere else.
-    An interval of time without examples gives no row. Labels that the metric refuses may be found in the
-    middle of a batch; the examples before them stay counted.
+    An interval of time without examples gives no row.
     """
 
     _first: int
@@ -320,33 +321,39 @@ class Windowed:
         labels: Tensor,
         weights: Tensor | None = None,
         groups: Tensor | None = None,
-        event_time: int | Tensor | None = None,
+        event_time: EventTime = None,
     ) -> None:
-        """Take in examples; windows that end are read with `take_rows`.
+        """Take in examples; windows that end are read with `take_rows`. See `EventTime`."""
+        given = (predictions, labels, weights, groups)
+        self.add(Scored.read("windowed", *given), given, event_time)
+
+    def add(self, scored: Scored, given: Sequence[Tensor | None], event_time: EventTime = None) -> None:
+        """Take in examples that were read already.
 
         Args:
-            event_time: Unix seconds: one for all, or int64 of shape (n,). Needed for windows of time.
+            given: What they were read of: a metric that is not ours wants it.
         """
-        count = len(predictions)
-        # The metric would refuse a piece when others were taken in already: look at the whole first.
-        Scored.read("windowed", predictions, labels, weights, groups)
-        times = self._times(event_time, count)
-        for number, start, end in self._pieces(times):
+        times, ends = self._runs(event_time, len(scored))
+        for number, start, end in self._pieces(times, ends):
             if number > self._number:
                 self.close_window()
                 self._number = number
-            self.metric.update(
-                predictions[start:end],
-                labels[start:end],
-                None if weights is None else weights[start:end],
-                None if groups is None else groups[start:end],
-            )
-            oldest, newest = int(times[start:end].min()), int(times[start:end].max())
+            _take(self.metric, scored, given, slice(start, end))
+            first, last = np.searchsorted(ends, (start, end - 1), side="right")
+            among = times[first : last + 1]
+            oldest, newest = int(among.min()), int(among.max())
             self._first = min(self._first, oldest) if self._examples else oldest
             self._newest = max(self._newest, newest)
             self._examples += end - start
             if not self._by_time and self._examples == self._size:
                 self.close_window()
+
+    def ends_within(self, examples: int, oldest: int, newest: int) -> bool:
+        """Return whether a window ends if so many examples come, of event times between these."""
+        if not self._by_time:
+            return self._examples + examples >= self._size
+        is_open = self._number if self._examples else max(self._number, oldest // self._size)
+        return newest // self._size > is_open
 
     def value(self) -> float:
         """The value over the last window that ended; NaN before the first."""
@@ -404,34 +411,38 @@ class Windowed:
     def _open_empty(self) -> None:
         self._first = self._newest = self._examples = 0
 
-    def _times(self, event_time: int | Tensor | None, count: int) -> Tensor:
+    def _runs(self, event_time: EventTime, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the times of runs of examples of one time each, and where each run ends."""
         if event_time is None:
             if self._by_time:
                 raise MetricError("windows of time need the event time of the examples; pass event_time")
             event_time = 0
         if isinstance(event_time, int):
-            return torch.full((count,), event_time, dtype=torch.int64)
-        if event_time.shape != (count,) or event_time.is_floating_point():
-            raise MetricError(
-                f"event_time must be whole seconds of shape ({count},), "
-                f"got {event_time.dtype} {tuple(event_time.shape)}"
-            )
-        return event_time.detach().cpu().long()
+            event_time = [(count, event_time)]
+        if isinstance(event_time, Tensor):
+            if event_time.shape != (count,) or event_time.is_floating_point():
+                raise MetricError(
+                    f"event_time must be whole seconds of shape ({count},), "
+                    f"got {event_time.dtype} {tuple(event_time.shape)}"
+                )
+            return event_time.detach().cpu().long().numpy(), np.arange(1, count + 1)
+        runs = np.array(event_time, np.int64).reshape(-1, 2)
+        return runs[:, 1], runs[:, 0].cumsum()
 
-    def _pieces(self, times: Tensor) -> list[tuple[int, int, int]]:
-        """Return the runs of examples that belong to one window: its number, where they start and end."""
-        count = len(times)
+    def _pieces(self, times: NDArray[np.int64], ends: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+        """Return the examples that belong to one window each: its number, where they start and end."""
+        count = int(ends[-1]) if len(ends) else 0
         if not count:
             return []
         if not self._by_time:
             borders = list(range(self._size - self._examples, count, self._size))
             return [(-1, *run) for run in zip([0, *borders], [*borders, count], strict=True)]
         own = times // self._size
-        numbers = own.clamp(min=self._number).cummax(0).values
-        self.late += int((own < numbers).sum())
-        borders = (numbers.diff().nonzero().flatten() + 1).tolist()
-        starts = [0, *borders]
-        return list(zip(numbers[starts].tolist(), starts, [*borders, count], strict=True))
+        numbers = np.maximum.accumulate(own.clip(min=self._number))
+        self.late += int(np.diff(ends, prepend=0)[own < numbers].sum())
+        last = np.append(np.flatnonzero(np.diff(numbers)), len(numbers) - 1)
+        borders = ends[last].tolist()
+        return list(zip(numbers[last].tolist(), [0, *borders[:-1]], borders, strict=True))
 
 
 # Sets
@@ -472,9 +483,9 @@ class MetricSet:
         labels: Mapping[str, Tensor],
         weights: Mapping[str, Tensor] | None = None,
         groups: Tensor | None = None,
-        event_time: int | Tensor | None = None,
+        event_time: EventTime = None,
     ) -> None:
-        """Take in one batch: predictions, labels and, where there are any, weights by head."""
+        """Take in examples: predictions, labels and, where there are any, weights by head."""
         for what, given in (("predictions", predictions), ("labels", labels)):
             missing = [head for head in self.heads if head not in given]
             if missing:
@@ -483,12 +494,25 @@ class MetricSet:
                     f"{', '.join(given) or 'nothing'}"
                 )
         for head, metrics in self.heads.items():
+            if not metrics:
+                continue
+            one = (predictions[head], labels[head], (weights or {}).get(head), groups)
+            scored = Scored.read(head, *one)
             for metric in metrics.values():
-                one = (predictions[head], labels[head], (weights or {}).get(head), groups)
                 if isinstance(metric, Windowed):
-                    metric.update(*one, event_time=event_time)
+                    metric.add(scored, one, event_time)
                 else:
-                    metric.update(*one)
+                    _take(metric, scored, one, slice(0, len(scored)))
+
+    def ends_within(self, examples: int, oldest: int, newest: int) -> bool:
+        """Return whether a window ends if so many examples come, of event times between these."""
+        windows = (metric for metric in self._named().values() if isinstance(metric, Windowed))
+        return any(one.ends_within(examples, oldest, newest) for one in windows)
+
+    def on_host(self) -> list[str]:
+        """Return the metrics that copy predictions of a device to host memory."""
+        found = {name: getattr(one, "metric", one) for name, one in self._named().items()}
+        return [name for name, one in found.items() if not getattr(one, "on_device", False)]
 
     def values(self) -> dict[str, float]:
         """Return the value of each metric, as "head/metric"."""
@@ -524,3 +548,14 @@ class MetricSet:
 
     def _named(self) -> dict[str, Metric]:
         return {f"{head}/{name}": m for head, metrics in self.heads.items() for name, m in metrics.items()}
+
+
+def _take(metric: Metric, scored: Scored, given: Sequence[Tensor | None], part: slice) -> None:
+    """Have a metric take in some examples: as they were checked, or as they were given if it is not ours."""
+    if isinstance(metric, ScoredMetric):
+        metric.add(scored[part])
+    else:
+        predictions, labels, weights, groups = (None if one is None else one[part] for one in given)
+        assert predictions is not None
+        assert labels is not None
+        metric.update(predictions, labels, weights, groups)

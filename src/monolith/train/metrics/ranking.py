@@ -88,7 +88,7 @@ class RankingMetric(GroupedExamples):
         return cls(kind, int(k) if k else None)
 
     def _check(self, scored: Scored) -> None:
-        if len(scored) and scored.labels.min() < 0:
+        if scored.least_label < 0:
             raise MetricError(f"{self.name}: labels must not be negative: they are how much each was wanted")
 
     def value(self) -> float:
@@ -96,7 +96,6 @@ class RankingMetric(GroupedExamples):
         found = self._whole()
         if not len(found):
             return math.nan
-        assert found.groups is not None
         order = np.argsort(found.groups, kind="stable")
         _, starts = np.unique(found.groups[order], return_index=True)
         splits = np.append(starts, len(order)).astype(np.int64)

@@ -17,20 +17,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from monolith.train.metrics.metric_set import make_metric
+from monolith.train.metrics.metric_set import MetricSet
 
 MOST = 1_000_000
 """Examples that are kept at most, also of a window of time."""
+_HEAD = "head"
 
 
-class _Seen(NamedTuple):
-    """A batch as it was predicted, on the CPU."""
+class KeptExamples(NamedTuple):
+    """A head's examples of a batch, kept as they were predicted."""
 
     predictions: Tensor
+    """Where the model computed them; all else is on the CPU."""
     labels: Tensor
     weights: Tensor | None
     groups: Tensor | None
     event_time: int
+
+    @classmethod
+    def of(
+        cls,
+        predictions: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        groups: Tensor | None = None,
+        event_time: int = 0,
+    ) -> KeptExamples:
+        """Keep a batch: no graph of autograd, and copies of what a reader may use for another batch."""
+        # A model's outputs on a device are its own, and are not copied: that would be a launch for each step.
+        return cls(
+            _copy(predictions) if predictions.device.type == "cpu" else predictions.detach(),
+            _copy(labels),
+            None if weights is None else _copy(weights),
+            None if groups is None else _copy(groups),
+            event_time,
+        )
+
+    def __len__(self) -> int:
+        return len(self.predictions)
+
+    @property
+    def like(self) -> object:
+        """Equal for batches whose tensors can be laid end to end."""
+        shapes = (self.predictions.shape[1:], self.labels.shape[1:])
+        return self.predictions.device, shapes, self.weights is None, self.groups is None
 
 
 class SlidingMetrics:
@@ -44,7 +74,7 @@ class SlidingMetrics:
         self._names = tuple(names)
         self._span = window.total_seconds() if isinstance(window, timedelta) else None
         self._most = MOST if isinstance(window, timedelta) else min(window, MOST)
-        self._seen: deque[_Seen] = deque()
+        self._seen: deque[KeptExamples] = deque()
         self._count = self._newest = 0
 
     def update(
@@ -56,41 +86,38 @@ class SlidingMetrics:
         event_time: int = 0,
     ) -> None:
         """Take in a batch, and drop the batches that have left the window."""
-        if not self._names or not len(predictions):
-            return
-        self._seen.append(
-            _Seen(
-                _kept(predictions),
-                _kept(labels),
-                None if weights is None else _kept(weights),
-                None if groups is None else _kept(groups),
-                event_time,
-            )
-        )
-        self._count += len(predictions)
-        self._newest = max(self._newest, event_time)
-        while len(self._seen) > 1 and self._leaves(self._seen[0]):
-            self._count -= len(self._seen.popleft().predictions)
+        self.add(KeptExamples.of(predictions, labels, weights, groups, event_time))
 
-    def _leaves(self, oldest: _Seen) -> bool:
-        if self._count - len(oldest.predictions) >= self._most:
+    def add(self, seen: KeptExamples) -> None:
+        """Take in a batch that is kept already."""
+        if not self._names or not len(seen):
+            return
+        self._seen.append(seen)
+        self._count += len(seen)
+        self._newest = max(self._newest, seen.event_time)
+        while len(self._seen) > 1 and self._leaves(self._seen[0]):
+            self._count -= len(self._seen.popleft())
+
+    def _leaves(self, oldest: KeptExamples) -> bool:
+        if self._count - len(oldest) >= self._most:
             return True
         return self._span is not None and oldest.event_time <= self._newest - self._span
 
     def values(self) -> dict[str, float]:
         """Return the value of each metric; NaN where there is nothing to say."""
-        found = {}
-        for name in self._names:
-            metric = make_metric(name)
-            if self._seen:
-                metric.update(
-                    torch.cat([one.predictions for one in self._seen]),
-                    torch.cat([one.labels for one in self._seen]),
-                    _together([one.weights for one in self._seen]),
-                    _together([one.groups for one in self._seen]),
-                )
-            found[name] = metric.value()
-        return found
+        # One set, which checks and converts the examples once for all.
+        metrics = MetricSet.named({_HEAD: self._names})
+        if self._seen:
+            weights = together([one.weights for one in self._seen])
+            metrics.update(
+                {_HEAD: torch.cat([one.predictions for one in self._seen])},
+                {_HEAD: torch.cat([one.labels for one in self._seen])},
+                {}
+                if (weights := together([one.weights for one in self._seen])) is None
+                else {_HEAD: weights},
+                together([one.groups for one in self._seen]),
+            )
+        return {name.removeprefix(f"{_HEAD}/"): value for name, value in metrics.values().items()}
 
 
 def live_values(heads: Mapping[str, SlidingMetrics]) -> dict[str, float]:
@@ -98,12 +125,11 @@ def live_values(heads: Mapping[str, SlidingMetrics]) -> dict[str, float]:
     return {f"{head}/{name}": value for head, one in heads.items() for name, value in one.values().items()}
 
 
-def _kept(values: Tensor) -> Tensor:
-    """Return a flat copy on the CPU: what is kept must not hold a graph, nor change with the batch."""
-    return values.detach().reshape(-1).to("cpu", copy=True)
+def _copy(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", copy=True)
 
 
-def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
+def together(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Lay parts end to end; None if one of them is None."""
     found = [part for part in parts if part is not None]
     return torch.cat(found) if len(found) == len(parts) else None
