@@ -2,6 +2,7 @@
 #include "row_gather.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
@@ -13,6 +14,7 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "column_block.h"
+#include "hash.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,36 +22,60 @@ using namespace nb::literals;
 namespace monolith {
 namespace {
 
-nb::list gather_rows(const nb::tuple& given, const std::optional<Column<std::int32_t>>& block_of,
-                     const Column<std::int64_t>& rows) {
-  std::vector<const ColumnBlock*> blocks;
-  for (const nb::handle one : given) blocks.push_back(&nb::cast<const ColumnBlock&>(one));
-  if (blocks.empty() || (!block_of && blocks.size() > 1))
-    throw std::invalid_argument("gather_rows: give a block, or several and the block of each row");
-  if (block_of && block_of->size() != rows.size())
-    throw std::invalid_argument("gather_rows: there must be a block for each row");
-  const std::size_t count = blocks[0]->columns().size();
-  std::vector<ParsedColumn> found(count);
+// Rows of blocks of the same columns, checked.
+class RowPlaces {
+ public:
+  RowPlaces(const nb::tuple& blocks, const std::optional<Column<std::int32_t>>& block_of,
+            const Column<std::int64_t>& rows)
+      : which_(block_of ? as_span(*block_of) : std::span<const std::int32_t>()), rows_(as_span(rows)) {
+    for (const nb::handle one : blocks) blocks_.push_back(&nb::cast<const ColumnBlock&>(one));
+    if (blocks_.empty() || (!block_of && blocks_.size() > 1))
+      throw std::invalid_argument("rows: give a block, or several and the block of each row");
+    if (block_of && which_.size() != rows_.size())
+      throw std::invalid_argument("rows: there must be a block for each row");
+  }
+
+  // Without the GIL.
+  void check() const {
+    bool fine = true;
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      const auto block = static_cast<std::size_t>(which_.empty() ? 0 : which_[i]);
+      fine = fine && block < blocks_.size() && static_cast<std::size_t>(rows_[i]) < blocks_[block]->rows();
+    }
+    if (!fine) throw std::invalid_argument("rows: a place is beyond its block");
+  }
+
+  std::size_t columns() const { return blocks_[0]->columns().size(); }
+  std::vector<const SourceColumn*> column(std::size_t number) const {
+    std::vector<const SourceColumn*> found;
+    for (const ColumnBlock* const block : blocks_) {
+      if (block->columns().size() != columns() || number >= columns() ||
+          block->columns()[number].type != blocks_[0]->columns()[number].type)
+        throw std::invalid_argument("rows: blocks have different columns, or no such column");
+      found.push_back(&block->columns()[number]);
+    }
+    return found;
+  }
+  std::span<const std::int32_t> which() const { return which_; }
+  std::span<const std::int64_t> rows() const { return rows_; }
+
+ private:
+  std::vector<const ColumnBlock*> blocks_;
+  const std::span<const std::int32_t> which_;
+  const std::span<const std::int64_t> rows_;
+};
+
+nb::list gather_rows(const nb::tuple& blocks, const std::optional<Column<std::int32_t>>& block_of,
+                     const Column<std::int64_t>& rows,
+                     const std::optional<std::vector<std::size_t>>& columns) {
+  const RowPlaces places(blocks, block_of, rows);
+  std::vector<ParsedColumn> found;
   {
     GilReleased unlocked;
-    const auto places = as_span(rows);
-    const auto which = block_of ? as_span(*block_of) : std::span<const std::int32_t>();
-    bool fine = true;
-    for (std::size_t i = 0; i < places.size(); ++i) {
-      const auto block = static_cast<std::size_t>(which.empty() ? 0 : which[i]);
-      fine = fine && block < blocks.size() && static_cast<std::size_t>(places[i]) < blocks[block]->rows();
-    }
-    if (!fine) throw std::invalid_argument("gather_rows: a place is beyond its block");
-    std::vector<const SourceColumn*> column(blocks.size());
-    for (std::size_t number = 0; number < count; ++number) {
-      for (std::size_t block = 0; block < blocks.size(); ++block) {
-        const std::vector<SourceColumn>& columns = blocks[block]->columns();
-        if (columns.size() != count || columns[number].type != blocks[0]->columns()[number].type)
-          throw std::invalid_argument("gather_rows: blocks have different columns");
-        column[block] = &columns[number];
-      }
-      found[number] = gather_column(column, which, places);
-    }
+    places.check();
+    for (std::size_t i = 0; i < (columns ? columns->size() : places.columns()); ++i)
+      found.push_back(
+          gather_column(places.column(columns ? (*columns)[i] : i), places.which(), places.rows()));
   }
   nb::list out;
   for (ParsedColumn& one : found) {
@@ -61,6 +87,20 @@ nb::list gather_rows(const nb::tuple& given, const std::optional<Column<std::int
     out.append(nb::make_tuple(values, owned(std::move(one.splits)), texts));
   }
   return out;
+}
+
+auto hash_rows(const nb::tuple& blocks, const std::optional<Column<std::int32_t>>& block_of,
+               const Column<std::int64_t>& rows, const std::vector<std::pair<std::size_t, bool>>& columns,
+               std::uint64_t seed) {
+  const RowPlaces places(blocks, block_of, rows);
+  std::vector<std::uint64_t> totals(rows.size(), mix(seed));
+  {
+    GilReleased unlocked;
+    places.check();
+    for (const auto& [number, times] : columns)
+      hash_column(places.column(number), places.which(), places.rows(), times, totals);
+  }
+  return owned(std::move(totals));
 }
 
 }  // namespace
@@ -75,11 +115,20 @@ void bind_row_gather(nb::module_& m) {
       .def_prop_ro("types", &ColumnBlock::types, "What the values of each column are.")
       .def_prop_ro("nbytes", &ColumnBlock::bytes, "Memory of all columns.");
   m.def("gather_rows", &gather_rows, "blocks"_a, "block_of"_a.noconvert().none(), "rows"_a.noconvert(),
+        "columns"_a.none() = nb::none(),
         nb::sig("def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, "
-                "rows: NDArray[numpy.int64]) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | "
+                "rows: NDArray[numpy.int64], columns: Sequence[int] | None = None) -> "
+                "list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | "
                 "NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]"),
-        "(values, splits of rows, splits of texts) of each column, for these rows of these blocks, in order; "
-        "the blocks have the same columns.");
+        "(values, splits of rows, splits of texts) of each column, or of some, for these rows of these "
+        "blocks, in "
+        "order; the blocks have the same columns.");
+  m.def("hash_rows", &hash_rows, "blocks"_a, "block_of"_a.noconvert().none(), "rows"_a.noconvert(),
+        "columns"_a, "seed"_a,
+        nb::sig("def hash_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, "
+                "rows: NDArray[numpy.int64], columns: Sequence[tuple[int, bool]], seed: int) -> "
+                "NDArray[numpy.uint64]"),
+        "A hash of what each of these rows has in some columns, given as (number, whether it holds times).");
 }
 
 }  // namespace monolith

@@ -59,6 +59,26 @@ void apply_gradients(const TableGroup& group, const Ids& ids, const Ids& sizes, 
                         {as_span(gradients), seen, as_span(rates), step, as_span(times), dedup, often});
 }
 
+using OutInts = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+FoundRows find(const TableGroup& group, const Ids& ids, const Ids& sizes) {
+  GilReleased unlocked;
+  return group.find(as_span(ids), as_span(sizes));
+}
+
+void take(const TableGroup& group, const FoundRows& found, const OutInts& ids, const OutInts& times,
+          const OutFloats& values, const OutFloats& state) {
+  GilReleased unlocked;
+  group.take(found, {as_span(ids), as_span(times), as_span(values), as_span(state)});
+}
+
+std::vector<std::size_t> rows_by_table(const FoundRows& found) {
+  std::vector<std::size_t> counts;
+  counts.reserve(found.ids.size());
+  for (const auto& ids : found.ids) counts.push_back(ids.size());
+  return counts;
+}
+
 }  // namespace
 
 void bind_table_group(nb::module_& m) {
@@ -66,6 +86,11 @@ void bind_table_group(nb::module_& m) {
         nb::sig("def fused_offsets(dims: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_shards: int, "
                 "num_ids: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]"),
         "(recv_splits, id_offsets, float_offsets) of a fused call over tables of these dims.");
+
+  nb::class_<FoundRows>(m, "FoundRows", "The rows that a batch finds in the tables of a group.")
+      .def_prop_ro("rows", &rows_by_table, "By table: distinct ids that have a row.")
+      .def_ro("distinct", &FoundRows::distinct, "By table: distinct ids, with a row or without.")
+      .def_ro("sightings", &FoundRows::sightings, "By table: positions of the batch whose id has a row.");
 
   nb::class_<TableGroup>(m, "TableGroup", "One call for many tables. Thread-safe.")
       .def(nb::init<std::vector<std::shared_ptr<Table>>, std::shared_ptr<Workers>>(), "tables"_a,
@@ -76,6 +101,10 @@ void bind_table_group(nb::module_& m) {
            nb::sig("def read(self, ids: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_shards: int, "
                    "memory: KeptMemory) -> NDArray[numpy.float32]"),
            "Like lookup, into an array of `memory`.")
+      .def("find", &find, "ids"_a.noconvert(), "sizes"_a.noconvert(),
+           "Find which ids of one batch, table after table, have a row.")
+      .def("take", &take, "found"_a, "ids"_a.noconvert(), "times"_a.noconvert(), "values"_a.noconvert(),
+           "state"_a.noconvert(), "Move found rows out of the tables into these columns, table after table.")
       .def("apply_gradients", &apply_gradients, "ids"_a.noconvert(), "sizes"_a.noconvert(), "num_shards"_a,
            "gradients"_a.noconvert(), "rates"_a.noconvert(), "step"_a, "times"_a.noconvert(), "dedup"_a,
            "latest"_a.noconvert().none(), "counts"_a.noconvert().none() = nb::none(),

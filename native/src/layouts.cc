@@ -5,49 +5,13 @@
 #include <bit>
 #include <utility>
 
-#include "hash.h"
+#include "distinct_ids.h"
 #include "layouts_body.h"
 
 namespace monolith {
 namespace {
 
 constexpr std::size_t kSplits = 1 << 16;  // taken over in one task
-
-// Numbers distinct ids in the order they come. It writes each to `ids`, and how often it came to `counts`.
-class Distinct {
- public:
-  Distinct(std::size_t at_most, std::int64_t* ids, std::int64_t* counts)
-      : bits_(std::bit_width(at_most + at_most / 2)),
-        numbers_(std::size_t{1} << bits_, kFree),
-        ids_(ids),
-        counts_(counts) {}
-
-  std::uint32_t number(std::int64_t id) {
-    const std::size_t mask = numbers_.size() - 1;
-    for (std::size_t at = mix(id) >> 1 >> (63 - bits_);; at = (at + 1) & mask) {
-      const std::uint32_t number = numbers_[at];
-      if (number == kFree) {
-        ids_[size_] = id;
-        counts_[size_] = 1;
-        return numbers_[at] = size_++;
-      }
-      if (ids_[number] == id) {
-        ++counts_[number];
-        return number;
-      }
-    }
-  }
-
-  std::size_t size() const { return size_; }
-
- private:
-  static constexpr std::uint32_t kFree = UINT32_MAX;
-  const int bits_;
-  std::vector<std::uint32_t> numbers_;  // by hash, a third of them free at least
-  std::int64_t* const ids_;
-  std::int64_t* const counts_;
-  std::uint32_t size_ = 0;
-};
 
 }  // namespace
 
@@ -166,7 +130,7 @@ std::unique_ptr<LayoutBatch> Layouts::plan(std::span<const std::int64_t> ids,
   batch->sizes_.resize(tables);
   spread(tables, 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t t = begin; t < end; ++t) {
-      Distinct distinct(parts[t + 1] - parts[t], found.data() + parts[t], counts.data() + parts[t]);
+      DistinctIds distinct(parts[t + 1] - parts[t], found.data() + parts[t], counts.data() + parts[t]);
       for (const int f : features_of_[t]) {
         const auto [first, last] = range(f);
         for (std::size_t i = first; i < last; ++i) batch->rows_[i] = distinct.number(ids[i]);

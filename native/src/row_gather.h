@@ -39,4 +39,10 @@ void settle_column(SourceColumn& column);
 ParsedColumn gather_column(std::span<const SourceColumn* const> column,
                            std::span<const std::int32_t> block_of, std::span<const std::int64_t> rows);
 
+// Adds a hash of the values that each place has in a column to its total: total = mix(total ^ hash). Numbers
+// count by their bits and texts by their hash; in a column of times, a text of a whole number counts as that
+// number.
+void hash_column(std::span<const SourceColumn* const> column, std::span<const std::int32_t> block_of,
+                 std::span<const std::int64_t> rows, bool times, std::span<std::uint64_t> totals);
+
 }  // namespace monolith

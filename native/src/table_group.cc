@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "distinct_ids.h"
+
 namespace monolith {
 namespace {
 
@@ -179,6 +181,63 @@ void TableGroup::apply_gradients(std::span<const std::int64_t> ids, std::span<co
                           gather_values(gradients.values, at.floats, k, count).data(), latest,
                           gradients.rates.subspan(rates[k], table.entry().segments()), gradients.step, times,
                           gradients.dedup);
+  });
+}
+
+FoundRows TableGroup::find(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes) const {
+  const FusedOffsets at = offsets(sizes, 1, ids.size());
+  const std::size_t count = tables_.size();
+  FoundRows rows{std::vector<std::vector<std::int64_t>>(count), std::vector<std::int64_t>(count),
+                 std::vector<std::int64_t>(count)};
+  each(count, [&](std::size_t k) {
+    const auto own = ids.subspan(at.ids[k], sizes[k]);
+    if (own.empty()) return;
+    // Distinct ids first: those of a skewed stream repeat, and the set of a batch stays in the cache while
+    // each search in a table is a cache miss.
+    std::vector<std::int64_t> once(own.size()), counts(own.size());
+    DistinctIds distinct(own.size(), once.data(), counts.data());
+    for (const std::int64_t id : own) distinct.number(id);
+    once.resize(distinct.size());
+    rows.distinct[k] = static_cast<std::int64_t>(once.size());
+    std::vector<std::uint8_t> there(once.size());
+    tables_[k]->lookup_rows(once, there.data(), nullptr, nullptr, nullptr);
+    for (std::size_t i = 0; i < once.size(); ++i) {
+      if (there[i] == 0) continue;
+      rows.ids[k].push_back(once[i]);
+      rows.sightings[k] += counts[i];
+    }
+  });
+  return rows;
+}
+
+void TableGroup::take(const FoundRows& found, const RowColumns& rows) const {
+  if (found.ids.size() != tables_.size())
+    refuse("rows must be found by a group of as many tables", tables_.size(), found.ids.size());
+  struct Place {
+    std::size_t row = 0, value = 0, state = 0;
+  };
+  std::vector<Place> places;  // of each table's first row
+  places.reserve(tables_.size());
+  Place end;
+  for (std::size_t k = 0; k < tables_.size(); ++k) {
+    places.push_back(end);
+    const std::size_t count = found.ids[k].size();
+    end.row += count;
+    end.value += count * tables_[k]->dim();
+    end.state += count * tables_[k]->state_dim();
+  }
+  if (rows.ids.size() != end.row || rows.times.size() != end.row)
+    refuse("ids and times must have one entry per row", end.row,
+           std::min(rows.ids.size(), rows.times.size()));
+  if (rows.values.size() != end.value) refuse("values of all rows", end.value, rows.values.size());
+  if (rows.state.size() != end.state) refuse("states of all rows", end.state, rows.state.size());
+  each(tables_.size(), [&](std::size_t k) {
+    const std::vector<std::int64_t>& own = found.ids[k];
+    if (own.empty()) return;
+    std::ranges::copy(own, rows.ids.begin() + static_cast<std::ptrdiff_t>(places[k].row));
+    tables_[k]->lookup_rows(own, nullptr, rows.times.data() + places[k].row,
+                            rows.values.data() + places[k].value, rows.state.data() + places[k].state);
+    tables_[k]->remove(own);
   });
 }
 

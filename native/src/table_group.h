@@ -29,6 +29,14 @@ struct FusedOffsets {
 FusedOffsets fused_offsets(std::span<const std::int64_t> dims, std::span<const std::int64_t> sizes,
                            std::size_t num_shards, std::size_t num_ids);
 
+// The rows that a batch finds in the tables of a group; see TableGroup::find.
+struct FoundRows {
+  std::vector<std::vector<std::int64_t>>
+      ids;                              // by table: distinct ids that have a row, in the order they came
+  std::vector<std::int64_t> distinct;   // by table: distinct ids, with a row or without
+  std::vector<std::int64_t> sightings;  // by table: positions of the batch whose id has a row
+};
+
 // Safe from any thread, as tables are. What does not fit throws std::invalid_argument before any table
 // is touched; a failure after that leaves other tables changed.
 class TableGroup {
@@ -59,6 +67,17 @@ class TableGroup {
   };
   void apply_gradients(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes,
                        std::size_t num_shards, const Gradients& gradients) const;
+
+  // Which ids of one batch, table after table, have a row. An id is searched for once, however often it came.
+  FoundRows find(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes) const;
+
+  // Moves whole rows out of the tables, in the order of `found.ids`, table after table: copies them, then
+  // removes them. No other thread may write to the tables since `find`.
+  struct RowColumns {
+    std::span<std::int64_t> ids, times;
+    std::span<float> values, state;  // dim() and state_dim() floats per row of each table
+  };
+  void take(const FoundRows& found, const RowColumns& rows) const;
 
  private:
   FusedOffsets offsets(std::span<const std::int64_t> sizes, std::size_t num_shards,

@@ -116,6 +116,37 @@ void gradients_that_do_not_fit_touch_nothing() {
   CHECK_EQUAL(a->size() + b->size(), 0u);
 }
 
+// Rows of a batch leave their tables whole, each once; ids without a row and other rows stay as they are.
+void found_rows_are_taken_out() {
+  TableSpec spec;
+  spec.segments = {{2, {}, {}, {}}};
+  spec.segments[0].optimizer.kind = OptimizerKind::kAdagrad;
+  const auto a = table(1), b = std::make_shared<Table>(spec), idle = table(3);
+  a->assign(Ids{1, 2, 3}, Floats{10, 20, 30}.data(), {.all = 5});
+  const Times times{7, 8};
+  b->restore(Ids{1, 4}, times.data(), Floats{1, 2, 3, 4}.data(), Floats{5, 6, 7, 8}.data(), nullptr);
+  const auto workers = std::make_shared<Workers>(2);
+  const TableGroup group({a, b, idle}, workers);
+  const FoundRows found = group.find(Ids{3, 9, 3, 1, 4, 4, 5}, Ids{4, 3, 0});
+  CHECK(found.ids == (std::vector<Ids>{{3, 1}, {4}, {}}));
+  CHECK(found.distinct == (Ids{3, 2, 0}));
+  CHECK(found.sightings == (Ids{3, 2, 0}));
+  CHECK_EQUAL(a->size() + b->size(), 5u);  // finding changes nothing
+  Ids ids(3), when(3);
+  Floats values(4), state(2);
+  CHECK_THROWS(std::invalid_argument, "expected 4, got 3",
+               group.take(found, {ids, when, std::span(values).first(3), state}));
+  group.take(found, {ids, when, values, state});
+  CHECK(ids == (Ids{3, 1, 4}));
+  CHECK(when == (Ids{5, 5, 8}));
+  CHECK(values == (Floats{30, 10, 3, 4}));
+  CHECK(state == (Floats{7, 8}));
+  CHECK(read(*a, Ids{1, 2, 3}) == (Floats{0, 20, 0}));
+  CHECK_EQUAL(b->size(), 1u);
+  CHECK_THROWS(std::invalid_argument, "as many tables",
+               TableGroup({a}).take(found, {ids, when, values, state}));
+}
+
 void an_empty_call_is_a_call() {
   TableGroup({}).apply_gradients({}, {}, 3, {{}, {}, {}, 0, {}, false});
   TableGroup({table(1)}).lookup({}, Ids{0, 0}, 2, {});
@@ -160,6 +191,7 @@ int main() {
       {"a table sees its ids of all shards in order", a_table_sees_its_ids_of_all_shards_in_order},
       {"latest values are gathered like gradients", latest_values_are_gathered_like_gradients},
       {"gradients that do not fit touch nothing", gradients_that_do_not_fit_touch_nothing},
+      {"found rows are taken out", found_rows_are_taken_out},
       {"an empty call is a call", an_empty_call_is_a_call},
       {"workers share tables among callers", workers_share_tables_among_callers},
   });

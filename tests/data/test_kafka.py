@@ -18,9 +18,11 @@ import torch
 from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from services.servers import free_port, wait_until
 
+from monolith import native
 from monolith.config import Secret
 from monolith.data import Pipeline, Records, Shard, ShuffleConfig
 from monolith.data.format import BadRecord
+from monolith.data.formats.memory import ColumnType
 from monolith.data.kafka import (
     ByWorker,
     JsonMessages,
@@ -950,6 +952,18 @@ def test_a_message_of_another_form_is_bad_and_those_around_it_are_read(message: 
     assert records["user"].to_list() == [[1], [2]]
     assert (bad.place, bad.payload) == (1, message)
     assert reason in bad.reason
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_threads_that_decode_a_poll_change_neither_records_nor_what_is_bad(threads: int) -> None:
+    payloads = [b'{"user": %d, "tags": [%d, 2]}' % (n, n) for n in range(1500)]
+    payloads[700:703] = [b"nonsense", b'{"user": 5, "user": 6}', b'{"user": 1.5}']
+    columns: dict[str, ColumnType] = {"user": int, "tags": int}
+    records, bad = JsonMessages(columns, workers=native.Workers(threads))(payloads)
+    users = [[n] for n in range(700)] + [[6]] + [[n] for n in range(703, 1500)]
+    assert records["user"].to_list() == users  # a key that comes twice has its last value, as in Python
+    assert records["tags"].to_list()[699:702] == [[699, 2], [], [703, 2]]
+    assert [(one.place, one.payload) for one in bad] == [(700, b"nonsense"), (702, b'{"user": 1.5}')]
 
 
 def test_json_messages_need_columns_of_known_types() -> None:

@@ -99,3 +99,18 @@ def test_threads_that_look_at_the_same_records_see_the_same() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: records["id"].flat_values.sum().item(), range(16)))
     assert set(found) == {sum(range(5000))}
+
+
+def test_a_glance_moves_one_column_and_leaves_the_rest_named() -> None:
+    records = to_records({"id": [1, 2, 3], "word": ["a", "b", "c"]}).take(torch.tensor([2, 0, 1]))
+    glanced = records.glance()
+    assert glanced["word"].to_list() == [[[99]], [[97]], [[98]]]
+    assert glanced["word"] is glanced["word"]
+    kept = records.keep(glanced["id"].flat_values > 1)
+    assert isinstance(records.columns, GatheredColumns)
+    assert records.columns.hashes(["id"], 0) is not None  # not moved yet
+    assert lists(kept) == {"id": [[3], [2]], "word": [[[99]], [[98]]]}
+    assert lists(glanced) == lists(records)
+    assert records.glance()["id"].to_list() == [[3], [1], [2]]  # moved by now, and the same
+    with pytest.raises(KeyError):
+        glanced.columns["x"]

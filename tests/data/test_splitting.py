@@ -41,6 +41,27 @@ def test_parts_have_their_fractions_and_every_record_is_in_one() -> None:
     assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.03)
 
 
+@pytest.mark.parametrize("times", [(), ("when",)])
+def test_the_core_hashes_records_as_the_columns_alone_are_hashed(times: tuple[str, ...]) -> None:
+    when = ["17", "-5", "-", "", "1715000000", "1234567890123456789", "2024-05-01", "1.5", "007", "-007"]
+    columns = {
+        "id": [[1, -2], [], [1 << 62]] * 10,
+        "price": [0.5, -0.0, None] * 10,
+        "word": ["a", "", "caf\u00e9"] * 10,
+        "when": when * 3,
+    }
+    plain, names = to_records(columns), list(columns)
+    # A column that all records share is beyond the core, and then all are hashed here.
+    request = RaggedTensor.from_list([[7]], torch.int64)
+    shared = Records(len(plain), {**plain.columns, "request": request}, frozenset({"request"}))
+    expected = fractions(shared, names, 3, times)
+    assert len(set(expected.tolist())) == len(expected) > 20
+    assert fractions(plain, names, 3, times).tolist() == expected.tolist()
+    turned = concat([plain.slice(20, 30), plain.slice(0, 20)]).take(torch.arange(29, -1, -1))
+    order = [*range(19, -1, -1), *range(29, 19, -1)]
+    assert fractions(turned, names, 3, times).tolist() == expected[order].tolist()
+
+
 def test_a_record_is_in_the_same_part_in_whatever_batch_it_comes() -> None:
     data = records()
     whole = fractions(data, ["user", "item", "price"])

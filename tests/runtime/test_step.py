@@ -13,6 +13,7 @@ import torch
 from runtime.test_device_rows import OnDevice, Rows, assert_same_rows
 from services.emulated_cuda import device_named, device_names
 from torch import Tensor, nn
+from train.published import Following
 from train.tasks import Clicks
 
 from monolith.cuda import Device
@@ -260,3 +261,82 @@ def test_products_in_bfloat16_train_nearly_as_in_float32() -> None:
     assert found[1][0] == pytest.approx(found[0][0], abs=0.02)
     assert found[1][0] != found[0][0]
     assert found[1][1].keys() == found[0][1].keys()
+
+
+# Rows in host memory that come to the device ahead of steps
+
+FEW = 12_000
+"""Bytes of a device for rows: those of some batches of 16."""
+
+
+@pytest.mark.parametrize("bad", [(), (6, 7, 11)])
+def test_steps_are_replayed_on_rows_that_come_from_host_memory(
+    device: Device, bad: Sequence[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "monolith.runtime.step")
+    task = Spoiled(batches=30, bad=bad)
+    there, some = Rows(), Rows()
+    run(device, task, there)
+    caplog.clear()
+    report = run(device, task, some, device_memory_bytes=FEW)
+    assert "replayed as CUDA graphs, one launch each: batches of 16" in caplog.text
+    assert "the device has room for" in caplog.text
+    assert "% of the ids found their row on the device" in caplog.text
+    assert (report.step, report.skipped) == (30 - len(bad), len(bad))
+    assert some.far > 50
+    assert some.found == there.found  # to the bit
+
+
+def test_rows_that_come_and_go_are_saved_restored_and_evaluated_as_those_that_stay(
+    device: Device, tmp_path: Path
+) -> None:
+    """Stopped after steps that no save has, resumed with less memory, then with all rows on the device."""
+    batches = list(Spoiled(batches=30).dataset(Mode.TRAIN))
+
+    @dataclass(frozen=True)
+    class Resumable(Spoiled):
+        def dataset(self, mode: Mode) -> Any:
+            return _Listed(batches) if mode is Mode.TRAIN else _Listed(batches[:3])
+
+    class Killed(Hook):
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
+            if result.step == 17:
+                raise KeyboardInterrupt
+
+    alone, resumed, measured = Rows(), Rows(), []
+    save = SaveConfig(steps=5)
+    for folder, rows, memory in (
+        ("alone", alone, (None, None, None)),
+        ("resumed", resumed, (FEW, 2 * FEW, None)),
+    ):
+        where = str(tmp_path / folder)
+        with pytest.raises(KeyboardInterrupt):
+            run(device, Resumable(), Killed(), model_dir=where, save=save, device_memory_bytes=memory[0])
+        for steps, few in zip((24, 30), memory[1:], strict=True):
+            run(
+                device,
+                Resumable(),
+                rows,
+                model_dir=where,
+                save=save,
+                max_steps=steps,
+                device_memory_bytes=few,
+            )
+        settings = TrainConfig(
+            accelerator="cuda", embedding_device="device", deterministic=True, model_dir=where
+        )
+        measured.append(Trainer(Resumable(), settings, accelerator=OnDevice(device)).evaluate())
+    assert resumed.found == alone.found
+    assert measured[0] == measured[1]
+
+
+def test_a_subscriber_ends_equal_to_a_trainer_whose_rows_come_and_go(device: Device) -> None:
+    task = Spoiled(batches=30)
+    following, rows = Following(task), Rows()
+    settings = TrainConfig(
+        accelerator="cuda", embedding_device="device", device_memory_bytes=FEW, summary_every_steps=None
+    )
+    Trainer(task, settings, hooks=[rows], publish=following.plan, accelerator=OnDevice(device)).train()
+    trained = {name: {key: tuple(row[1]) for key, row in of.items()} for name, of in rows.found.items()}
+    assert rows.far > 50
+    assert following.values == trained

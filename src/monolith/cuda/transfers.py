@@ -101,10 +101,10 @@ class Staged:
     def __init__(self, transfers: Transfers, parts: Sequence[tuple[int, torch.dtype]]) -> None:
         self._transfers = transfers
         self._parts = parts
-        size = sum(_rounded(count * dtype.itemsize) for count, dtype in parts)
+        size = bytes_of(parts)
         self._memory: Tensor | None = transfers.pool.lend(size)
         self._size = size
-        self.parts = _cut(self._memory[:size], parts)
+        self.parts = cut(self._memory[:size], parts)
         """One tensor per part: write to them before `send`, not after."""
 
     def send(self) -> Sent:
@@ -119,7 +119,7 @@ class Staged:
             there.copy_(memory[: self._size], non_blocking=True)
             ready = transfers.up.record()
         transfers.pool.give_back(memory, ready)
-        return Sent(device, _cut(there, self._parts), ready)
+        return Sent(device, cut(there, self._parts), ready)
 
 
 class Landing:
@@ -133,7 +133,7 @@ class Landing:
         with device.active():
             transfers.down.wait_for(device.current_stream())
             with device.on(transfers.down):
-                (values,) = _cut(memory, part)
+                (values,) = cut(memory, part)
                 values.copy_(tensor.detach().reshape(-1), non_blocking=True)
                 transfers.down.keep(tensor)
                 self._over = transfers.down.record()
@@ -176,7 +176,12 @@ class Transfers:
         return Landing(self, tensor)
 
 
-def _cut(memory: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> tuple[Tensor, ...]:
+def bytes_of(parts: Sequence[tuple[int, torch.dtype]]) -> int:
+    """Return the bytes of memory that `cut` needs."""
+    return sum(_rounded(count * dtype.itemsize) for count, dtype in parts)
+
+
+def cut(memory: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> tuple[Tensor, ...]:
     """Return tensors that follow one another in one piece of memory."""
     found, at = [], 0
     for count, dtype in parts:

@@ -212,7 +212,8 @@ class DataConfig(Checked):
     threads: int | None = None
     """How many threads read, parse, hash and pack records ahead of the training; None takes three of four
     cores of the machine, up to 16, and 0 reads in the thread that looks rows up. Batches and their order do
-    not depend on it. Data that arrives as it happens, and a queue, are read by one thread."""
+    not depend on it. Data that arrives as it happens, and files of a queue, are parsed by as many, but no
+    batch is made ahead."""
     queue: str | None = None
     """A local folder that all workers see: they lease files from a queue in it, so that a fast worker reads
     more. None assigns the files beforehand."""
@@ -269,12 +270,16 @@ class DataConfig(Checked):
         return self.watch is not None or self.kafka is not None
 
     @property
+    def batch_threads(self) -> int:
+        """How many threads make batches ahead."""
+        # Live batches would be older when they are trained on; a queue takes what was read for trained.
+        return 0 if self.live or self.queue is not None else self.reading_threads
+
+    @property
     def reading_threads(self) -> int:
-        """How many threads read ahead: `threads`, settled for this machine."""
+        """How many threads parse: `threads`, settled for this machine."""
         from monolith.observe.machine import usable_cores
 
-        if self.live or self.queue is not None:
-            return 0  # batches read ahead would be older when they are trained on
         if self.threads is not None:
             return self.threads
         # Not all cores: the threads of torch and of tables spin for a moment when they have no work, and a
@@ -426,14 +431,14 @@ class DataConfig(Checked):
 
         if self.kafka is not None:
             return self._topics(self.kafka, batch_size, types, options)
-        options = {"bad": BadRecordPolicy(max_fraction=self.max_unreadable), **options}
+        bad = BadRecordPolicy(max_fraction=self.max_unreadable)
+        options = {"bad": bad, "threads": self.reading_threads, **options}
         if self.watch is not None:
             return self._watched(self.watch, batch_size, types, options)
         files = self.files()
         form = self.file_format(files[0], types)
         columns = self.columns or None
         if self.queue is None:
-            options = {"threads": self.reading_threads, **options}
             return FileSource(files, form, batch_size=batch_size, columns=columns, **options)
         queue = SharedFileQueue(self.queue)
         queue.add(files)
@@ -471,7 +476,8 @@ class DataConfig(Checked):
             )
         if self.columns:
             types = {name: dtype for name, dtype in types.items() if name in self.columns}
-        return KafkaSource(topics.reading(batch_size, self.max_wait), topics.decoder(types))
+        decode = topics.decoder(types, self.reading_threads)
+        return KafkaSource(topics.reading(batch_size, self.max_wait), decode)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,7 +70,7 @@ class Pipeline(Stage[Records, Records]):
 
     def filter(self, predicate: Predicate) -> Pipeline:
         """Keep the records for which the predicate returns True."""
-        return self.map(lambda records: records.keep(predicate(records)))
+        return self.map(lambda records: records.keep(predicate(records.glance())))
 
     def transform(self, transform: Transform, *, snapshot_every: int = SNAPSHOT_EVERY) -> Pipeline:
         """Replace records by the result of a transform of `monolith.data.transforms` or `.sampling`.

@@ -159,6 +159,23 @@ class Records:
         """Make `take` and `slice` cheap from now on; for a thread that has time for it."""
         self._choose(slice(0, 0))
 
+    def glance(self) -> Records:
+        """Return the same records for a look at a few columns, such as those that a filter decides by.
+
+        Looking at a column moves its values alone, so that of records which are dropped the rest never moves.
+        """
+        columns = self.columns
+        if not isinstance(columns, GatheredColumns):
+            return self
+        return self._with(self.size, columns.one_by_one())
+
+    def hashes(
+        self, names: Sequence[str], seed: int, times: Collection[str] = ()
+    ) -> NDArray[np.uint64] | None:
+        """Return a hash of what each record has in some columns; None if some columns are shared."""
+        chosen = self._choose(slice(0, self.size))
+        return None if chosen is None else chosen.hashes(names, seed, times)
+
     def _choose(self, rows: Rows) -> GatheredColumns | None:
         """Return some rows, to be moved later; None if only this class can move them: some are shared."""
         if isinstance(self.columns, GatheredColumns) and (found := self.columns.take(rows)) is not None:

@@ -12,7 +12,7 @@ a column is looked at: then the core gathers all columns in one call, without th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,6 +131,25 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
         which = None if len(merged) == 1 else np.concatenate(block_of)
         return GatheredColumns(layout, _Places(merged, which, np.concatenate(rows)))
 
+    def one_by_one(self) -> GatheredColumns:
+        """Return the same rows, of which each column is gathered on its own: for a look at a few of them."""
+        return self if self._places is None else _OneByOne(self._layout, self._places)
+
+    def hashes(
+        self, names: Sequence[str], seed: int, times: Collection[str] = ()
+    ) -> NDArray[np.uint64] | None:
+        """Return a hash of what each row has in some columns; None if rows were moved already.
+
+        Args:
+            times: Columns in which the text of a whole number counts as that number.
+        """
+        places = self._places
+        if places is None:
+            return None
+        numbers = {name: number for number, (name, _) in enumerate(self._layout)}
+        columns = [(numbers[name], name in times) for name in names]
+        return native.hash_rows(places.blocks, places.block_of, places.rows, columns, seed)
+
     def _gathered(self) -> dict[str, RaggedTensor]:
         places = self._places
         if places is not None and self._found is None:
@@ -153,6 +172,27 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
 
     def __len__(self) -> int:
         return len(self._layout)
+
+
+class _OneByOne(GatheredColumns):
+    """Columns that are gathered one at a time, when each is asked for."""
+
+    __slots__ = ("_single",)
+
+    def __init__(self, layout: tuple[tuple[str, torch.dtype], ...], places: _Places) -> None:
+        super().__init__(layout, places)
+        self._single: dict[str, RaggedTensor] = {}
+
+    def __getitem__(self, name: str) -> RaggedTensor:
+        found, places = self._single.get(name), self._places
+        if found is None:
+            assert places is not None
+            number = next((at for at, (known, _) in enumerate(self._layout) if known == name), None)
+            if number is None:
+                raise KeyError(name)
+            [array] = native.gather_rows(places.blocks, places.block_of, places.rows, [number])
+            found = self._single[name] = _ragged(*array)
+        return found
 
 
 def bytes_of(column: RaggedTensor) -> int:

@@ -71,9 +71,11 @@ def fractions(
     there = [name for name in sorted(columns) if name in records.columns]
     if not there:
         raise DataError(f"cannot split: the data has none of the columns {', '.join(columns)}")
-    total = mix(np.full(len(records), seed % (1 << 64), dtype=np.uint64))
-    for name in there:
-        total = mix(total ^ _row_hashes(records[name], name in times))
+    total = records.hashes(there, seed % (1 << 64), times)
+    if total is None:  # some columns are shared by all records: the same, column by column
+        total = mix(np.full(len(records), seed % (1 << 64), dtype=np.uint64))
+        for name in there:
+            total = mix(total ^ _row_hashes(records[name], name in times))
     return (total >> np.uint64(11)).astype(np.float64) / float(1 << 53)
 
 

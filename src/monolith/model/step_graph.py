@@ -44,6 +44,7 @@ from monolith.model.updates import UpdateConfig, clip, set_gradients
 from monolith.store import LocalStore, TableIds
 from monolith.table import arguments
 from monolith.table.cuda.fused import CapturedStep, FusedTables
+from monolith.table.cuda.hot_rows import HotRows, StagedBatch, unmoved
 
 MOST_SHAPES = 4
 """Shapes of batches that are captured at the same time; the one not used for longest goes."""
@@ -72,6 +73,8 @@ class SentBatch:
     """Floats, then labels."""
     shape: Hashable | None
     """Equal for batches that one graph can train; None if no graph can."""
+    staged: list[StagedBatch | None]
+    """By collection; None if all rows are on the device anyway."""
 
 
 class GraphedStep:
@@ -230,6 +233,7 @@ class StepGraph:
         self._stores = [_store(one) for one in self._collections]
         if len(set(self._stores)) < len(self._stores):
             raise AcceleratorError("two embedding collections share a store")
+        self._hot = [one.hot_rows for one in self._stores]
         self.tables = [_tables(one) for one in self._stores]
         if not self.tables:
             raise AcceleratorError("the model has no embeddings")
@@ -262,6 +266,11 @@ class StepGraph:
         self.trouble: str | None = None
         self.captures = self.replays = 0
 
+    @property
+    def hot_rows(self) -> list[HotRows]:
+        """What brings rows to the device ahead of steps, of stores that keep some in host memory."""
+        return [one for one in self._hot if one is not None]
+
     # Sending
 
     def send(self, batch: Batch) -> SentBatch:
@@ -280,7 +289,13 @@ class StepGraph:
         shapes = [one.shape for one in ids]
         about = tuple((name, tuple(one.shape), one.dtype) for name, one in named.items())
         key = None if any(one is None for one in shapes) else (len(batch), batch.group, *shapes, *about)
-        return SentBatch(batch, ids, staged.send(), key)
+        hot = [
+            None
+            if rows is None or one.host_ids is None
+            else rows.stage(one.host_ids, one.ids, one.sizes.numpy())
+            for rows, one in zip(self._hot, ids, strict=True)
+        ]
+        return SentBatch(batch, ids, staged.send(), key, hot)
 
     def look_up(self, sent: SentBatch) -> list[PreparedBatch]:
         """Return the rows of a batch, for a step that is not graphed."""
@@ -294,8 +309,14 @@ class StepGraph:
         """Whether `train` can train on a batch.
 
         Not the first batches: the state of an optimizer must be there to be put back if a batch is refused.
+        Rows that have left the device since the batch was sent are brought back.
         """
-        return self.trouble is None and sent.shape is not None and self._has_state()
+        if self.trouble is not None or sent.shape is None or not self._has_state():
+            return False
+        return all(
+            hot is None or staged is None or hot.ready(staged)
+            for hot, staged in zip(self._hot, sent.staged, strict=True)
+        )
 
     # Training
 
@@ -312,8 +333,16 @@ class StepGraph:
             if self._number_is != step:
                 self.number.fill_(step)
             self._send_rates()
+            for rows, staged in zip(shape.rows, sent.staged, strict=True):
+                if staged is not None:
+                    rows.coming = staged.coming
             if not self._replayed(shape, step):
-                self._launched(shape, step)
+                # A capture must not contain launches of the thread that stages batches.
+                with unmoved(self.hot_rows):
+                    self._launched(shape, step)
+            for hot, staged in zip(self._hot, sent.staged, strict=True):
+                if hot is not None and staged is not None:
+                    hot.trained(staged)
             self._number_is = step + 1
             assert shape.report is not None
             report = shape.report.clone()  # the next replay overwrites it
@@ -454,8 +483,8 @@ class StepGraph:
         _, kept = self._kept
         kept.keep()  # before the forward pass: it updates buffers, the running means of a batch norm
         looked_up = [
-            PreparedBatch(ids, keys, store.lookup(keys), 0)
-            for ids, keys, store in zip(shape.ids, shape.keys, self._stores, strict=True)
+            PreparedBatch(ids, keys, tables.lookup_batch(ids.ids, ids.sizes.numpy()), 0)
+            for ids, keys, tables in zip(shape.ids, shape.keys, self.tables, strict=True)
         ]
         with torch.enable_grad():
             loss, predictions = self._outputs(shape.batch, looked_up)
@@ -584,7 +613,7 @@ def _store(collection: EmbeddingCollection) -> LocalStore:
 
 
 def _tables(store: LocalStore) -> FusedTables:
-    found = store.fused
+    found = store.fused if store.hot_rows is None else store.hot_rows.near
     assert found is not None
     if (why := found.why_not_captured()) is not None:
         raise AcceleratorError(why)

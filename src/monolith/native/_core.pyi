@@ -616,6 +616,21 @@ def fused_offsets(dims: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_s
     (recv_splits, id_offsets, float_offsets) of a fused call over tables of these dims.
     """
 
+class FoundRows:
+    """The rows that a batch finds in the tables of a group."""
+
+    @property
+    def rows(self) -> list[int]:
+        """By table: distinct ids that have a row."""
+
+    @property
+    def distinct(self) -> list[int]:
+        """By table: distinct ids, with a row or without."""
+
+    @property
+    def sightings(self) -> list[int]:
+        """By table: positions of the batch whose id has a row."""
+
 class TableGroup:
     """One call for many tables. Thread-safe."""
 
@@ -629,6 +644,14 @@ class TableGroup:
 
     def read(self, ids: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_shards: int, memory: KeptMemory) -> NDArray[numpy.float32]:
         """Like lookup, into an array of `memory`."""
+
+    def find(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> FoundRows:
+        """Find which ids of one batch, table after table, have a row."""
+
+    def take(self, found: FoundRows, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')], times: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')], values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], state: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """
+        Move found rows out of the tables into these columns, table after table.
+        """
 
     def apply_gradients(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_shards: int, gradients: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], rates: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], dedup: bool, latest: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
         """Step every table once, with its ids of all shards in shard order."""
@@ -1155,9 +1178,14 @@ class ColumnBlock:
     def nbytes(self) -> int:
         """Memory of all columns."""
 
-def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64]) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
+def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], columns: Sequence[int] | None = None) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
     """
-    (values, splits of rows, splits of texts) of each column, for these rows of these blocks, in order; the blocks have the same columns.
+    (values, splits of rows, splits of texts) of each column, or of some, for these rows of these blocks, in order; the blocks have the same columns.
+    """
+
+def hash_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], columns: Sequence[tuple[int, bool]], seed: int) -> NDArray[numpy.uint64]:
+    """
+    A hash of what each of these rows has in some columns, given as (number, whether it holds times).
     """
 
 class CudaError(RuntimeError):

@@ -190,6 +190,9 @@ class TrainingStep:
         """Drop the graphs of steps; none is taken afterwards."""
         self._unsettled.clear()
         if self._graph is not None:
+            for hot in self._graph.hot_rows:
+                found = 1 - hot.fetched / max(1, hot.seen)
+                _log.info("%.1f%% of the ids found their row on the device, or had none yet", 100 * found)
             self._graph.close()
 
     def _outputs(
@@ -231,7 +234,7 @@ class TrainingStep:
         if config.embedding_device != "device" or not config.step_graphs or not alone:
             return None
         try:
-            return StepGraph(
+            graph = StepGraph(
                 model.module,
                 model.collections,
                 self._sparse,
@@ -242,6 +245,13 @@ class TrainingStep:
         except AcceleratorError as why:
             self._say_not_captured(str(why))
             return None
+        for hot in graph.hot_rows:
+            _log.info(
+                "the device has room for %s rows (train.device_memory_bytes); those not used for longest are "
+                "in host memory, and come to the device ahead of the steps that need them",
+                f"{hot.rows:,}",
+            )
+        return graph
 
     def _graph_outputs(self, batch: Batch, rows: list[PreparedBatch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         outputs = self._outputs(batch, rows)

@@ -31,6 +31,7 @@ from monolith.table import (
     make_filter,
 )
 from monolith.table.cuda.fused import FusedTables
+from monolith.table.cuda.hot_rows import HotRows, can_stage
 from monolith.table.cuda.layout import compile_tables_ahead
 
 
@@ -66,6 +67,8 @@ class LocalStore:
     ) -> None:
         self.filters = dict(filters or {})
         self._multi = MultiTable(tables, workers=workers, exclusive=True)
+        self._workers = workers
+        self._hot_rows: HotRows | None = None
         self._counts_sightings = counts_sightings
         self._memory = MemoryWatch() if memory is None else memory
         self._dims = {name: table.dim for name, table in self._multi.tables.items()}
@@ -101,7 +104,7 @@ class LocalStore:
         shares = {} if device is None or device_bytes is None else device_budgets(configs, device_bytes)
         if device is not None:
             with suppress(AcceleratorError):  # which the first table raises, with its name
-                compile_tables_ahead(configs.values(), device_of(device), fused=device_bytes is None)
+                compile_tables_ahead(configs.values(), device_of(device), fused=True)
         tables: dict[str, Table] = {}
         filters: dict[str, AdmissionFilter] = {}
         for name, config in configs.items():
@@ -188,6 +191,15 @@ class LocalStore:
     def fused(self) -> FusedTables | None:
         """The tables as launches over all of them know them; None if they are not on one device."""
         return self._multi.fused
+
+    @property
+    def hot_rows(self) -> HotRows | None:
+        """What brings rows to the device ahead of steps; None if no table keeps some in host memory, or one
+        decides in host memory which ids get a row."""
+        tables = list(self._multi.tables.values())
+        if self._hot_rows is None and can_stage(tables):
+            self._hot_rows = HotRows(tables, self._workers)
+        return self._hot_rows
 
     def rates(self, step: int) -> NDArray[np.float32]:
         """Return the learning rates of all tables' segments at a step, as `CapturedStep` takes them."""

@@ -160,16 +160,22 @@ class TopicsConfig(KafkaConfig):
         given = {one.name: getattr(self, one.name) for one in fields(KafkaConfig)}
         return KafkaConfig(**{**given, "poll_batch": batch_size, "batch_wait": max_wait})
 
-    def decoder(self, types: Mapping[str, torch.dtype]) -> Decode:
-        """Return what makes records of messages, with columns of these types."""
+    def decoder(self, types: Mapping[str, torch.dtype], threads: int = 1) -> Decode:
+        """Return what makes records of messages, with columns of these types.
+
+        Args:
+            threads: How many decode the messages of one poll; those in csv are decoded by one.
+        """
+        from monolith import native
         from monolith.data.formats.payloads import PayloadParser
         from monolith.data.kafka.messages import CsvMessages, JsonMessages
 
-        if self.format == "json":
-            return JsonMessages(types)
         if self.format == "csv":
             return CsvMessages(self.columns, types)
-        return PayloadParser(self.format, columns=list(types))
+        workers = native.Workers(threads) if threads > 1 else None
+        if self.format == "json":
+            return JsonMessages(types, workers=workers)
+        return PayloadParser(self.format, columns=list(types), workers=workers)
 
 
 def check_settings(settings: Mapping[str, object], ours: Sequence[str]) -> None:

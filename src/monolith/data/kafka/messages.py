@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from types import TracebackType
@@ -16,18 +16,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from monolith import native
 from monolith.data.format import BadRecord
 from monolith.data.formats.csv import csv_parser, csv_records
-from monolith.data.formats.memory import (
-    Cell,
-    ColumnType,
-    cells_of,
-    column_types,
-    json_object,
-    rows_as_records,
-)
+from monolith.data.formats.json_lines import JsonRows, Row
+from monolith.data.formats.memory import ColumnType, column_types
 from monolith.data.kafka.config import ClientLog, check_settings, import_kafka
-from monolith.data.records import Records, text_rows
+from monolith.data.records import Records, concat, text_rows
 from monolith.errors import ConfigError, DataError
 from monolith.feature.spec.problems import BadReason
 from monolith.tensors import RaggedTensor
@@ -48,26 +43,32 @@ class JsonMessages:
 
     Args:
         columns: Name to its type: int, float or str. Lists of these are columns as well.
+        workers: Threads that decode the messages of one poll; the result is the same without.
 
     Raises:
         ConfigError: There is no column, or no such type.
     """
 
-    def __init__(self, columns: Mapping[str, ColumnType]) -> None:
+    def __init__(self, columns: Mapping[str, ColumnType], *, workers: native.Workers | None = None) -> None:
         if not columns:
             raise ConfigError("json messages: need at least one column")
-        self._types = column_types(columns, "json messages")
+        self._rows = JsonRows(column_types(columns, "json messages"))
+        self._workers = workers
 
     def __call__(self, payloads: list[bytes], /) -> tuple[Records, Sequence[BadRecord]]:
         """Return the records in order, and what could not be read: `place` is the position in `payloads`."""
-        rows: list[dict[str, Cell]] = []
         bad: list[BadRecord] = []
-        for place, payload in enumerate(payloads):
+
+        def judge(place: int, _: int, read: Callable[[bytes], Row]) -> Row | None:
             try:
-                rows.append(cells_of(json_object(payload), self._types))
+                return read(payloads[place])
             except (ValueError, RecursionError) as cause:  # malformed JSON and UTF-8, too
-                bad.append(BadRecord(place, BadReason("not JSON as declared: …", str(cause)), payload))
-        return rows_as_records(rows, self._types), bad
+                reason = BadReason("not JSON as declared: …", str(cause))
+                bad.append(BadRecord(place, reason, payloads[place]))
+                return None
+
+        parsed = self._rows.native.parse_texts(payloads, self._workers)
+        return concat([self._rows.records(part, judge) for part in parsed]), bad
 
 
 class CsvMessages:

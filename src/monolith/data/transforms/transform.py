@@ -69,7 +69,7 @@ class Filter(ABC):
         """Return bool of shape (len(records),): True where the record is kept."""
 
     def __call__(self, records: Records, *, first: int) -> Records:  # noqa: ARG002
-        return records.keep(self.mask(records))
+        return records.keep(self.mask(records.glance()))
 
 
 class Rewrite(ABC):

@@ -121,6 +121,7 @@ class DeviceGatherer:
             batch.batch_size,
             plain=one_each and not known.weighs and cells.all_there and self._combines_all,
             shared=any(batch.shared),
+            host_ids=staged.ids,
         )
 
     def sum_equal(
@@ -390,7 +391,10 @@ class DeviceBatch:
         *,
         plain: bool,
         shared: bool,
+        host_ids: Tensor | None = None,
     ) -> None:
+        self.host_ids = host_ids
+        """The same ids in host memory; None for a `twin`."""
         features, self.ids, weights, splits = _cut(buffer, ends)
         self._ends = ends
         self._placed = placed

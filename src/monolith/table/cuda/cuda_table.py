@@ -35,6 +35,8 @@ from monolith.table.cuda.memory import (
     USED,
     Claimed,
     DeviceMemory,
+    Recency,
+    SpilledRows,
     Times,
 )
 from monolith.table.cuda.resident_rows import ResidentRows, WriteBatch, runs_by_kind
@@ -198,6 +200,37 @@ class CudaTable:
         """
         with self._open() as memory:
             return ids_of(memory.idle(count, self._inputs.ids(excluded)))
+
+    # For `HotRows`, which moves rows between this table and host memory
+
+    @property
+    def moves_freely(self) -> bool:
+        """Whether rows may come and go untold: no snapshot is open, and changes are not tracked."""
+        with self._open() as memory:
+            return memory.flags is None
+
+    def recency(self) -> Recency:
+        """Return when rows were used. Needs `remembers_use`."""
+        with self._open() as memory:
+            assert memory.recency is not None
+            return memory.recency
+
+    def free_places(self, *, wait: bool) -> int:
+        """Return for how many new ids there surely is a place; `wait` for the device to know it exactly."""
+        with self._open():
+            if wait:
+                self._rows.usage.read()
+            return self._rows.limit - self._rows.usage.bound()
+
+    def spill_idle(self, count: int) -> SpilledRows:
+        """Move the rows out that were not used for longest, `count` at most; waits for nothing."""
+        with self._open(writing=True) as memory:
+            return memory.spill_idle(count)
+
+    def tidy(self) -> None:
+        """Free the places of rows that have gone and are marked."""
+        with self._open(writing=True) as memory:
+            memory.tidy()
 
     def expire_oldest(self, count: int, latest: int) -> int:
         """Drop rows with the oldest event times, none newer than `latest`; return how many.

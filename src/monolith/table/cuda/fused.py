@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from monolith import native
 from monolith.cuda.device import Device, DeviceEvent, DeviceStream
 from monolith.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.errors import TableArgumentError
@@ -46,7 +47,15 @@ from monolith.table.cuda.layout_groups import (
     Spans,
     max_cells,
 )
-from monolith.table.cuda.memory import COUNTERS, EXTRA_PLACES, STRETCH, Claimed, DeviceMemory, Times
+from monolith.table.cuda.memory import (
+    COUNTERS,
+    EXTRA_PLACES,
+    STRETCH,
+    USED,
+    Claimed,
+    DeviceMemory,
+    Times,
+)
 from monolith.table.table import Table
 
 _WARP = 32
@@ -181,10 +190,19 @@ class FusedTables:
         tables: In the order of calls. Those that are no `CudaTable` are called one by one.
         device: The one of all.
         most_narrow: Places that are numbered by 32 bits: with more of them the sort takes twice as long.
+        staged: Whether `HotRows` stages each batch, and leaves room for its new ids: tables do not grow.
     """
 
-    def __init__(self, tables: Sequence[Table], device: Device, *, most_narrow: int = _INT32_MAX) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        device: Device,
+        *,
+        most_narrow: int = _INT32_MAX,
+        staged: bool = False,
+    ) -> None:
         self.device = device
+        self._staged = staged
         self._most_narrow = most_narrow
         self.inputs = Inputs(tables[0].config, torch.zeros(COUNTERS, dtype=torch.int64), device)
         """Brings arguments to the device."""
@@ -248,6 +266,11 @@ class FusedTables:
                 own, floats = slice(*id_offsets[cell : cell + 2]), slice(*emb_offsets[cell : cell + 2])
                 out[floats] = self._tables[cell % count].lookup(ids[own]).flatten()
         return out
+
+    def lookup_batch(self, ids: Tensor, sizes: Ints) -> Tensor:
+        """Return the embeddings of one batch on the device, table after table."""
+        offsets = native.fused_offsets(self._widths, sizes, 1, len(ids))
+        return self.lookup(ids, sizes, *offsets[1:])
 
     def _planned_lookups(
         self, sizes: Ints, id_offsets: Ints, emb_offsets: Ints
@@ -390,9 +413,15 @@ class FusedTables:
         """Have every table grow that may not have room for all ids of a batch."""
         grown = False
         for table, size, limit in zip(self._fused, sizes, work.known.limits, strict=True):
-            if size and table is not None and table._rows.usage.bound() + size > limit:
-                table._rows.reserve(size)
-                grown = True
+            if not size or table is None or table._rows.usage.bound() + size <= limit:
+                continue
+            if self._staged:
+                # The bound is too high: there is room, since the batch was staged.
+                used = table._rows.usage.read().counters[USED]
+                assert used + size <= limit, "a staged batch has room"
+                continue
+            table._rows.reserve(size)
+            grown = True
         return _Work(work.stream, self._look_at(work.stream)) if grown else work
 
     def _claim(self, work: _Work, batch: FusedBatch, plan: _Plan, found: Tensor | None) -> Claimed:
@@ -491,7 +520,7 @@ class FusedTables:
                 return f"{name} is trained twice by each batch"
             if fused._admission is not None:
                 return f"{name} counts in host memory how often an id was seen before it gets a row"
-            if fused._rows.writes_alone:
+            if fused._rows.writes_alone and not self._staged:
                 return f"{name} has a capacity_bytes, and the host decides which ids get its last rows"
         for group in self._groups:
             if group.scalars_vary:
@@ -509,7 +538,12 @@ class FusedTables:
         for table, size, ask_from in zip(self._fused, sizes, self._ask_from, strict=True):
             if size and table is not None:
                 near |= table._rows.usage.wrote(size) > ask_from
-        if not near or self._asked is not None:
+        if near:
+            self._ask(work)
+
+    def _ask(self, work: _Work) -> None:
+        """Have the counters of all tables copied to the host, unless that is under way."""
+        if self._asked is not None:
             return
         many = len(self._fused) * COUNTERS
         counters = torch.empty(self._answer.shape, dtype=torch.int64, device=self.device.torch_device)
@@ -666,6 +700,8 @@ class CapturedStep:
         self._live = LiveStep(number, refused, {})
         self._rates: Floats = np.zeros(0, np.float32)
         self._uploaded = b""
+        self.coming = sizes.tolist()
+        """By table: how many ids of the next batch may be new; fewer than all if the caller knows."""
         self._captured: tuple[_Known, bytes, list[object]] | None = None
         self._noted: tuple[Tensor, Tensor] | None = None
         """Ids and places of a captured step, for trackers: filled anew by each replay."""
@@ -698,7 +734,7 @@ class CapturedStep:
             live=self._live,
         )
         with tables._entered(writing=True) as entered:
-            work = entered if self.capturing else tables._with_room(entered, sizes.tolist())
+            work = entered if self.capturing else tables._with_room(entered, self.coming)
             watched = tables._watched(self._spans, self._sizes)
             places = tables._launch_train(work, batch, sizes, self._none_alone, watched)
             if self.capturing:
@@ -741,7 +777,7 @@ class CapturedStep:
     def _make_ready(self, work: _Work, rates: Floats) -> _Work:
         tables = self._tables
         tables._learn()
-        work = tables._with_room(work, self._sizes.tolist())
+        work = tables._with_room(work, self.coming)
         data = rates.tobytes()
         if self._uploaded != data:
             self._uploaded, self._rates = data, rates
@@ -760,7 +796,7 @@ class CapturedStep:
     def _finish(self, work: _Work, watched: _Watched, ids: Tensor, places: Tensor) -> None:
         if watched:
             self._tables._tell(watched, ids.clone(), places.clone())
-        self._tables._count(work, self._sizes.tolist())
+        self._tables._count(work, self.coming)
 
     def _finite_key(self) -> bytes:
         """Return which tables take steps that may make a row that is not finite: kernels differ by that."""

@@ -107,3 +107,56 @@ extern "C" __global__ void collect_counters(const Arrays* __restrict__ tables, i
   const u64* const own = tables[i / counters].counters;
   out[i] = own != nullptr ? own[i % counters] : 0;
 }
+
+// ---- rows that come from host memory -----------------------------------------------------------------
+
+// What the kernels below know of a table; hot_rows.py fills it in.
+struct Incoming {
+  u64 values;   // where its first incoming row begins among all values, in words
+  u64 states;   // the same among all states
+  int* stamps;  // by place: the last batch that used the row, 0 for none
+  Widths words;
+};
+static_assert(sizeof(Incoming) == 32, "as in hot_rows.py");
+
+// Stamps the rows that a batch will use, as far as they are here, so that they stay until it was trained.
+extern "C" __global__ void touch_tables(const Arrays* __restrict__ tables,
+                                        const __grid_constant__ Cells cells,
+                                        const Incoming* __restrict__ about, const i64* __restrict__ ids,
+                                        int batch) {
+  OF_WARP
+  if (!there) return;
+  const Arrays& table = tables[cell.table];
+  const int place = find(table.keys, table.buckets, mix((u64)ids[at]));
+  if (place != NONE) about[cell.table].stamps[place] = batch;
+}
+
+// Copies a part of a row for each lane with `to` >= 0; by 16 bytes at once if width and alignment allow it.
+__device__ __forceinline__ void copy_part(const u32* source, u32* target, int words, i64 from, i64 to) {
+  if (words % 4 == 0 && ((u64)source & 15) == 0)
+    copy_words((const Four*)source, (Four*)target, words / 4, from, to);
+  else
+    copy_words(source, target, words, from, to);
+}
+
+// Takes in whole rows of distinct ids that have none here. They are no new rows, so INSERTED stays.
+extern "C" __global__ void bring_tables(const Arrays* __restrict__ tables,
+                                        const __grid_constant__ Cells cells,
+                                        const Incoming* __restrict__ about, const i64* __restrict__ ids,
+                                        const i64* __restrict__ times, const u32* __restrict__ values,
+                                        const u32* __restrict__ states, int batch) {
+  OF_WARP
+  const Arrays table = tables[cell.table];
+  const Incoming own = about[cell.table];
+  bool was_free = false;
+  bool was_marked = false;
+  i64 to = -1;
+  if (there) {
+    to = claim_first(table.keys, table.buckets, mix((u64)ids[at]), was_free, was_marked);
+    table.times[to] = (u32)times[at];
+    own.stamps[to] = batch;
+  }
+  count_first(table.counters, was_free, was_marked);
+  copy_part(values + own.values, (u32*)table.values, own.words.values, i, to);
+  copy_part(states + own.states, (u32*)table.states, own.words.states, i, to);
+}

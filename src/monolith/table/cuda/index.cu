@@ -64,45 +64,48 @@ extern "C" __global__ void claim_all(u64* keys, u64 buckets, const i64* __restri
   }
 }
 
-// The same for distinct ids that have no place. They may take marked places, too. `claim` may not:
-// it would have to search all buckets up to a free place first, and between that search and taking the mark
-// another thread with an equal id could take the free place.
+// The place of a hash that has none: a free or a marked one, the first from its home. Ids of a launch must
+// differ. `claim` may not take marks: it would have to search all buckets up to a free place first, and
+// between that search and taking the mark another thread with an equal id could take the free place.
+__device__ __forceinline__ int claim_first(u64* keys, u64 buckets, u64 hash, bool& was_free,
+                                           bool& was_marked) {
+  if (hash <= MARK) return claim(keys, buckets, hash, was_free);
+  u64 bucket = __umul64hi(hash, buckets);
+  for (u64 seen = 0; seen < buckets; ++seen) {
+    for (int j = 0; j < KEYS; ++j) {
+      const u64 place = bucket * KEYS + j;
+      u64 key = __ldcg(&keys[place]);
+      while (key <= MARK) {  // ends: a place only goes from free or marked to taken here
+        const u64 before = atomicCAS(&keys[place], key, hash);
+        if (before == key) {
+          was_free = key == FREE;
+          was_marked = key == MARK;
+          return (int)place;
+        }
+        key = before;
+      }
+    }
+    if (++bucket == buckets) bucket = 0;
+  }
+  return NONE;
+}
+
+// Counts places that `claim_first` took. Every thread of the warp must call it.
+__device__ __forceinline__ void count_first(u64* counters, bool was_free, bool was_marked) {
+  count(&counters[USED], was_free);
+  const u32 marks = __ballot_sync(0xffffffffu, was_marked);
+  if ((threadIdx.x & 31) == 0 && marks != 0) atomicAdd(&counters[MARKS], (u64)0 - (u64)__popc(marks));
+}
+
+// Claims places for distinct ids that have none.
 extern "C" __global__ void claim_absent(u64* keys, u64 buckets, const i64* __restrict__ ids, i64 n,
                                         int* __restrict__ places, u64* counters) {
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   bool was_free = false;
   bool was_marked = false;
-  if (i < n) {
-    const u64 hash = mix((u64)ids[i]);
-    int found = NONE;
-    if (hash <= MARK) {
-      found = claim(keys, buckets, hash, was_free);
-    } else {
-      u64 bucket = __umul64hi(hash, buckets);
-      for (u64 seen = 0; seen < buckets && found == NONE; ++seen) {
-        for (int j = 0; j < KEYS && found == NONE; ++j) {
-          const u64 place = bucket * KEYS + j;
-          u64 key = __ldcg(&keys[place]);
-          while (key <= MARK) {  // ends: a place only goes from free or marked to taken here
-            const u64 before = atomicCAS(&keys[place], key, hash);
-            if (before == key) {
-              found = (int)place;
-              was_free = key == FREE;
-              was_marked = key == MARK;
-              break;
-            }
-            key = before;
-          }
-        }
-        if (++bucket == buckets) bucket = 0;
-      }
-    }
-    places[i] = found;
-  }
-  count(&counters[USED], was_free);
+  if (i < n) places[i] = claim_first(keys, buckets, mix((u64)ids[i]), was_free, was_marked);
+  count_first(counters, was_free, was_marked);
   count(&counters[INSERTED], was_free || was_marked);
-  const u32 marks = __ballot_sync(0xffffffffu, was_marked);
-  if ((threadIdx.x & 31) == 0 && marks != 0) atomicAdd(&counters[MARKS], (u64)0 - (u64)__popc(marks));
 }
 
 extern "C" __global__ void drop_places(u64* keys, u64 buckets, const i64* __restrict__ places, i64 n,
@@ -275,6 +278,32 @@ extern "C" __global__ void capture_rows(const u64* __restrict__ keys, u64 bucket
     new_flags[at] = (u8)before;
   }
   if (ones != 0) copy_rows(values, states, new_values, new_states, words, place, first ? (i64)at : -1);
+}
+
+// Moves rows out: copies those at `places` that are not NEVER_IDLE by their stamps (`Recency`), each place
+// once, and drops them. `gone` says which. The arrays of the copies are by position in `places`.
+#define NEVER_IDLE 0x7fffffff
+extern "C" __global__ void spill_rows(u64* keys, u64 buckets, const u32* __restrict__ row_times,
+                                      const u32* __restrict__ values, const u32* __restrict__ states,
+                                      Widths words, int* __restrict__ stamps, const i64* __restrict__ places,
+                                      const int* __restrict__ stamped, i64 n, u64* __restrict__ hashes,
+                                      i64* __restrict__ times, u8* __restrict__ gone,
+                                      u32* __restrict__ new_values, u32* __restrict__ new_states,
+                                      u64* counters) {
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  const bool goes = i < n && stamped[i] != NEVER_IDLE;
+  const u64 place = goes ? (u64)places[i] : 0;
+  if (i < n) {
+    hashes[i] = goes ? hash_at(keys, buckets, place) : 0;
+    times[i] = goes ? (i64)row_times[place] : 0;
+    gone[i] = goes;
+  }
+  if (__ballot_sync(0xffffffffu, goes) != 0)
+    copy_rows(values, states, new_values, new_states, words, (i64)place, goes ? i : -1);
+  if (goes) {
+    drop(keys, buckets, place, counters);
+    stamps[place] = 0;  // of no batch: the next row here has not been used yet
+  }
 }
 
 // Moves all rows into an empty index. One thread per old place; marks are left behind. Rows differ, so every

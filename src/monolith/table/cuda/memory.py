@@ -19,6 +19,7 @@ Callers make sure that calls follow one another: nothing here locks.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from monolith.cuda.device import Device, DeviceStream
 from monolith.cuda.kernels import THREADS, Kernels, blocks_for
+from monolith.cuda.transfers import bytes_of, cut
 from monolith.errors import AcceleratorError
 from monolith.table.cuda.layout import DeviceRowLayout, index_kernels
 
@@ -63,7 +65,8 @@ _UINT64 = (1 << 64) - 1
 _PULLS = 2  # after those few marks are left
 SIGN = -(1 << 63)
 """The highest bit of a hash: turned, hashes are in order as signed numbers."""
-_NEVER_IDLE = (1 << 31) - 1
+NEVER_IDLE = (1 << 31) - 1
+"""In place of the stamp of a row that must not be spilled."""
 _FREE, _MARK = 0, 1  # as in places.cuh
 
 
@@ -178,44 +181,94 @@ class RowArrays:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SpilledRows:
+    """Rows that left a device table, on the device and in one piece of memory, `whole`, to be copied at once.
+
+    Shapes: n positions. hashes, times: int64 (n,); gone: uint8 (n,), 0 for a position without a row; values
+    and states: int32 and float32, n rows one after another.
+    """
+
+    whole: Tensor
+    parts: tuple[tuple[int, torch.dtype], ...]
+
+    @classmethod
+    def empty(cls, n: int, layout: DeviceRowLayout, device: torch.device) -> SpilledRows:
+        parts = (
+            (n, torch.int64),
+            (n, torch.int64),
+            (n, torch.uint8),
+            (n * layout.row_bytes // 4, torch.int32),
+            (n * layout.state_dim, torch.float32),
+        )
+        return cls(torch.empty(bytes_of(parts), dtype=torch.uint8, device=device), parts)
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """Hashes, times, gone, values and states, as in `whole`."""
+        return cut(self.whole, self.parts)
+
+
 class Recency:
-    """The last batch that wrote each place, for spilling. Only `idle` waits for the device. Not thread-safe.
+    """The last batch that used each place, for spilling. Waits for nothing. Not thread-safe.
+
+    A row that a captured step made has stamp 0, until a batch uses it again or rows are spilled: it counts as
+    used by then.
 
     Args:
         places: All there are, those behind the buckets too.
+
+    Attributes:
+        stamps: int32 by place, and one more: ids that have no place write there, so that a batch needs no
+            filtering.
+        batch: The number of the last batch.
+        staged_from: Asked for the number of the oldest batch that is staged and not trained yet; rows with
+            its stamp, or a later one, stay. None if none is staged.
     """
 
     def __init__(self, places: int, device: torch.device) -> None:
-        # One more: ids that have no place write there, so that a batch needs no filtering.
-        self._used = torch.zeros(places + 1, dtype=torch.int32, device=device)
-        self._batch = 0
+        self.stamps = torch.zeros(places + 1, dtype=torch.int32, device=device)
+        self.batch = 0
+        self.staged_from: Callable[[], int | None] = lambda: None
 
     def note(self, places: Tensor) -> None:
         """Take note of a batch that writes to places, int32; those beyond the last count for nothing."""
-        self._batch += 1
-        self._used.index_fill_(0, self._inside(places), self._batch)
+        self.batch += 1
+        self.stamps.index_fill_(0, self._inside(places), self.batch)
 
-    def idle(self, held: Tensor, count: int, excluded: Tensor) -> Tensor:
-        """Return the places that were not written for longest, `count` at most, in no order.
+    def forget(self, places: Tensor) -> None:
+        """Take note that the rows at int64 places were dropped."""
+        self.stamps.index_fill_(0, places, 0)
+
+    def idle(self, held: Tensor, count: int, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the places that were not used for longest, `count` at most, and their stamps, in no order.
+
+        A stamp of `NEVER_IDLE` says that the row at the place must stay, or that there is none.
 
         Args:
             held: A bool for each place: whether it has a row.
-            excluded: Places that are not returned, int32; those beyond the last count for nothing.
+            excluded: Places that must stay, int32; those beyond the last count for nothing.
         """
-        free = torch.cat([~held, held.new_ones(1)]).index_fill_(0, self._inside(excluded), True)
-        used = self._used.masked_fill(free, _NEVER_IDLE)
-        oldest = torch.topk(used, min(count, len(held)), largest=False, sorted=False)
-        return oldest.indices[oldest.values != _NEVER_IDLE]
+        own = self.stamps[:-1]
+        own.masked_fill_(held & (own == 0), self.batch)
+        stays = torch.cat([~held, held.new_ones(1)])
+        if excluded is not None:
+            stays.index_fill_(0, self._inside(excluded), True)
+        if (first := self.staged_from()) is not None:
+            stays |= self.stamps >= first
+        stamps = self.stamps.masked_fill(stays, NEVER_IDLE)
+        oldest = torch.topk(stamps, min(count, len(held)), largest=False, sorted=False)
+        return oldest.indices, oldest.values
 
     def moved(self, before: Tensor, after: Tensor, places: int) -> Recency:
         """Return the same for rows that went to other places, both int64, of a memory of another size."""
-        new = Recency(places, self._used.device)
-        new._batch = self._batch
-        new._used[after] = self._used[before]
+        new = Recency(places, self.stamps.device)
+        new.batch, new.staged_from = self.batch, self.staged_from
+        new.stamps[after] = self.stamps[before]
         return new
 
     def _inside(self, places: Tensor) -> Tensor:
-        return places.clamp(max=len(self._used) - 1).to(torch.int64)
+        return places.clamp(max=len(self.stamps) - 1).to(torch.int64)
 
 
 class DeviceMemory:
@@ -363,12 +416,8 @@ class DeviceMemory:
     def idle(self, count: int, excluded: Tensor) -> Tensor:
         """Return the hashes of the rows not written for longest, `count` at most, none of `excluded`."""
         assert self.recency is not None
-        # Keys are unsigned hashes in an int64 tensor: those from 2^63 on are negative. Behind the buckets a
-        # key is not a hash but FREE or HELD.
-        held = self._keys > _MARK
-        held |= self._keys < 0
-        held[self.places :] = self._keys[self.places :] != _FREE
-        return self.hashes_at(self.recency.idle(held, count, self.find(excluded)))
+        places, stamps = self.recency.idle(self._held(), count, self.find(excluded))
+        return self.hashes_at(places[stamps != NEVER_IDLE])
 
     def hashes_at(self, places: Tensor) -> Tensor:
         """Return the hashes of rows by their int64 places."""
@@ -541,8 +590,21 @@ class DeviceMemory:
 
     # Forgetting
 
+    def spill_idle(self, count: int) -> SpilledRows:
+        """Move the rows out that were not used for longest, `count` at most; waits for nothing."""
+        assert self.recency is not None
+        places, stamps = self.recency.idle(self._held(), count, None)
+        rows = SpilledRows.empty(len(places), self.layout, self._device)
+        source = self._times, self._values, self._states, self._widths(), self.recency.stamps
+        moved = places, stamps, len(places), *rows.columns
+        blocks = blocks_for(len(places))
+        self._launch(self._index, "spill_rows", blocks, *self._head(), *source, *moved, self.counters)
+        return rows
+
     def drop(self, places: Tensor) -> int:
         """Drop the rows at int64 places; return how many there were."""
+        if self.recency is not None:
+            self.recency.forget(places)
         return self._counted("drop_places", blocks_for(len(places)), *self._head(), places, len(places))
 
     def tidy(self) -> None:
@@ -605,6 +667,15 @@ class DeviceMemory:
         return new
 
     # Inside
+
+    def _held(self) -> Tensor:
+        """Return a bool for each place: whether it has a row."""
+        # Keys are unsigned hashes in an int64 tensor: those from 2^63 on are negative. Behind the buckets a
+        # key is not a hash but FREE or HELD.
+        held = self._keys > _MARK
+        held |= self._keys < 0
+        held[self.places :] = self._keys[self.places :] != _FREE
+        return held
 
     def _places_of(self, hashes: Tensor) -> Tensor:
         """Return the int64 places of rows by their hashes; all must be there."""

@@ -12,21 +12,27 @@ worked on where it is: a row learns the same near and far, to the bit.
                         near <--------------- in a batch that is written ------------+
 
 Looking up moves nothing: far rows are answered from host memory.
+
+A training step that is replayed as a graph works on near rows alone: `HotRows` brings those of each batch
+near before its step. Rows that it spills are on their way for a while: dropped near, copied to host memory,
+and restored far by the next call of any kind.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from monolith import native
 from monolith.cuda.device import Device
+from monolith.cuda.transfers import Landing, Transfers, cut
 from monolith.errors import ConfigError, TableClosedError
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
@@ -35,6 +41,7 @@ from monolith.table.config import TableConfig
 from monolith.table.cuda.cuda_table import CudaTable
 from monolith.table.cuda.resident_rows import parts_of_batch
 from monolith.table.cuda.snapshots import JoinedSnapshot, joined_scan
+from monolith.table.hashing import unmix
 from monolith.table.native_table import NativeTable
 from monolith.table.table import Rows, Scan, Table, TableStats
 from monolith.table.touched_keys import TouchedKeySet
@@ -45,6 +52,8 @@ _MOST_AT_ONCE = 1 << 18  # rows, so that no caller waits long
 _RESERVE = 16  # with a ceiling, one in so many places stays free, so that rows can be exchanged
 _CHUNK = 1 << 16  # rows that are copied at once
 _INDEX_BYTES = 32  # of the index, per far row, at most
+
+Parts = tuple[tuple[int, torch.dtype], ...]
 
 
 @dataclass(slots=True)
@@ -104,6 +113,10 @@ class SpillingTable:
         self._bound = len(near)  # no more rows than these are near
         self._steps = 0  # one more than the newest step, where rows decay lazily
         self._moves = _Moves()
+        self._departed: Landing | None = None  # rows that left the device and are not far yet
+        self._departed_parts: Parts = ()
+        self.fell = 0
+        """How often rows went far other than by `start_spill`: batches staged before are staged again."""
         self._touched: list[TouchedKeySet] = []
         if touched is not None:
             self.touch(touched)
@@ -287,6 +300,7 @@ class SpillingTable:
             stays = torch.isin(given.ids, far)
             self._near.restore(given.keep(~stays))
             self._far.restore(given.keep(stays))
+            self.fell += 1
             self._tell_steps_of(given)
 
     def clear(self, *, expect_rows: int = 0) -> None:
@@ -298,14 +312,17 @@ class SpillingTable:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Pause writers while the block runs; readers continue. Nests."""
-        with self._open():
-            self._frozen += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._frozen -= 1
-                self._thawed.notify_all()
+        with ExitStack() as also:
+            with self._open():
+                self._frozen += 1
+                also.enter_context(self._near.frozen())  # captured steps write to it directly
+            try:
+                yield
+            finally:
+                also.close()
+                with self._lock:
+                    self._frozen -= 1
+                    self._thawed.notify_all()
 
     def snapshot(self) -> JoinedSnapshot:
         """Open a snapshot; see `JoinedSnapshot` for rows that move afterwards."""
@@ -365,18 +382,97 @@ class SpillingTable:
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            self._departed = None
             for table in (self._near, self._far):
                 table.close()
 
+    # Rows that move ahead of steps: called by `HotRows`, within `moving`
+
+    @staticmethod
+    @contextmanager
+    def moving(tables: Sequence[SpillingTable]) -> Iterator[None]:
+        """Hold the locks of tables, none of which is frozen, and have all departed rows be far."""
+        while True:
+            with ExitStack() as locks:
+                for table in tables:  # always in this order
+                    locks.enter_context(table._lock)
+                frozen = next((table for table in tables if table._frozen), None)
+                if frozen is None:
+                    for table in tables:
+                        table._check_open()
+                        table._land()
+                    yield
+                    return
+            # All locks are released before waiting: the thread that froze this table may need the others.
+            with frozen._lock:
+                frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
+
+    def start_spill(self, count: int, transfers: Transfers) -> None:
+        """Start to move idle rows far, `count` at most; waits for nothing."""
+        self._bound = self._most  # not known
+        if self._near.moves_freely:
+            spilled = self._near.spill_idle(count)
+            self._departed, self._departed_parts = transfers.land(spilled.whole), spilled.parts
+        else:
+            self._spill(count, torch.empty(0, dtype=torch.int64))
+
+    def finish_spill(self) -> None:
+        """Wait for rows that were spilled, and put them far."""
+        self._land()
+
+    def bring(self, ids: Tensor) -> int:
+        """Bring the far rows of a batch near, row by row as a write would; return how many."""
+        self._bound = self._most
+        found = _distinct(ids[self._far.contains(ids)])
+        self._bring(found)
+        return len(found)
+
+    def came_near(self, count: int) -> None:
+        """Take note that so many rows were taken from the far half and put into the near one."""
+        self._bound = self._most
+        self._moves.removed += count
+
+    @contextmanager
+    def far_untouched(self) -> Iterator[None]:
+        """Report no change for rows that come to the far half, or leave it, in the block."""
+        for touched in self._touched:
+            self._far.untouch(touched)
+        try:
+            yield
+        finally:
+            for touched in self._touched:
+                self._far.touch(touched)
+
+    def _land(self) -> None:
+        """Put rows far that left the device; waits for their copy."""
+        departed, self._departed = self._departed, None
+        if departed is None:
+            return
+        hashes, times, gone, values, states = cut(departed.wait(), self._departed_parts)
+        there = gone.to(torch.bool)
+        n, ids = len(hashes), torch.from_numpy(unmix(hashes.numpy().view(np.uint64)))
+        rows = Rows(
+            ids, times, values.view(torch.float32).view(n, self.dim), states.view(n, self.state_dim)
+        ).keep(there)
+        before = self._far.stats().inserted
+        with self.far_untouched():
+            self._far.restore(rows)
+        departed.release()  # not earlier: `rows` may be views of it
+        self._moves.inserted += self._far.stats().inserted - before
+
     # Inside. Every method below is called with the lock held.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TableClosedError(f"table {self._config.name!r} was closed")
 
     @contextmanager
     def _open(self, *, writing: bool = False) -> Iterator[None]:
         with self._lock:
             if writing:
                 self._thawed.wait_for(lambda: not self._frozen)
-            if self._closed:
-                raise TableClosedError(f"table {self._config.name!r} was closed")
+            self._check_open()
+            self._land()
             yield
 
     # Tensors on the device are checked as far as that is possible without waiting for it.
@@ -433,6 +529,7 @@ class SpillingTable:
         if stays is None:
             yield self._near, at, batch
             return
+        self.fell += 1  # new ids may get their rows far
         if isinstance(batch["event_time"], Tensor):
             arguments.event_time_array(batch["event_time"].cpu(), len(ids))  # may be the first check
         for table, mask in ((self._near, ~stays), (self._far, stays)):
@@ -509,6 +606,7 @@ class SpillingTable:
                 after = self._far.stats()
                 arrived = self._far.contains(ids)
                 gone = self._near.remove(ids[arrived])
+                self.fell += 1
                 # The halves count these moves as births, removals and refusals; the table's stats leave them
                 # out.
                 made = after.inserted - before.inserted
