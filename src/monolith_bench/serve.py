@@ -3,7 +3,8 @@
 The server is a process of its own, started as a person would, and so is the client. Each number is
 compared with the bare predictor's, called by as many threads of this process with the same rows, in the same
 run: the difference is what a server adds. The predictor alone is compared with plain torch: 26
-`nn.EmbeddingBag` for vectors and 26 for biases, eager, with the same dense half.
+`nn.EmbeddingBag` for vectors and 26 for biases, eager, with the same dense half. Last, requests that rank 500
+items for one user are compared with the same requests in full rows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from monolith.serve.server.tensors import WireTensor
 from monolith.wire.open_inference import message_types
 from monolith_bench.options import BenchServeOptions
 from monolith_bench.report import Report
+from monolith_bench.serve_candidates import ITEMS, measure_candidates
 from monolith_bench.serve_load import COMMAND, LoadSeen, percentile
 from monolith_bench.served_deepfm import names_of, write_deepfm
 
@@ -75,6 +78,7 @@ def run(options: BenchServeOptions) -> int:
             report.add("load", "seconds", time.perf_counter() - begun, "s")
             measure_alone(report, predictor, options)
             measure_served(report, predictor, root, options)
+            measure_ranking(report, root, options)
     report.finish()
     if options.json:
         report.print_json()
@@ -178,6 +182,24 @@ def measure_served(report: Report, predictor: Predictor, root: Path, options: Be
     inference.close()
 
 
+def measure_ranking(report: Report, root: Path, options: BenchServeOptions) -> None:
+    """Measure requests about many items of one user; see `serve_candidates`."""
+    items = 20 if options.quick else ITEMS
+    (full,) = columns_of(options, items, 1)
+    with served(root) as ports:
+        requests: dict[str, tuple[str, Callable[[Mapping[str, Any]], bytes]]] = {
+            "HTTP, JSON": ("http", http_request),
+            "HTTP, binary": ("http", partial(http_request, binary=True)),
+            "gRPC": ("grpc", grpc_request),
+        }
+
+        def ask(way: str, columns: Mapping[str, Any]) -> LoadSeen:
+            kind, made = requests[way]
+            return over_wire(kind, ports[kind], made(columns), ServeCase(items, 1), options)
+
+        measure_candidates(report, full, options, ask, int(ports["pid"]))
+
+
 def add_case(report: Report, case: ServeCase, found: Mapping[str, LoadSeen]) -> None:
     """Record what was seen of one case, the bare predictor's first."""
     bare = found[BARE]
@@ -263,7 +285,7 @@ def over_wire(
 
 @contextmanager
 def served(root: Path, processes: int = 1, *, follow: str | None = None) -> Iterator[dict[str, str]]:
-    """Run `monolith serve` while the block lasts; yield its addresses.
+    """Run `monolith serve` while the block lasts; yield its addresses, and its process ID as `pid`.
 
     Args:
         follow: Where a trainer publishes.
@@ -277,7 +299,7 @@ def served(root: Path, processes: int = 1, *, follow: str | None = None) -> Iter
     )
     try:
         assert process.stdout is not None
-        ports: dict[str, str] = {}
+        ports: dict[str, str] = {"pid": str(process.pid)}
         begun = time.monotonic()
         while not ports.keys() & {"ask", "serving"}:  # its last line
             line = process.stdout.readline()

@@ -159,6 +159,7 @@ def check_serving(names: dict[str, Any]) -> None:
     assert len(set(clicks)) == 3
     assert all(0 < click < 1 for click in clicks)
     assert names["said"] == "row 0 of 1: features.price: column 'price' is [inf]"
+    assert len(set(names["ranked"].tolist())) > 50
     served = names["served_clicks"]
     assert served[0] > served[1]  # u0004 likes drama, u0001 does not like westerns
     assert names["served"]["parameters"]["step"] > 0
