@@ -365,7 +365,7 @@ class ExperimentMovielensOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchServeOptions:
-    """Compare a DeepFM served over gRPC, HTTP and in-process with the bare predictor and plain torch."""
+    """Compare a DeepFM served over gRPC, HTTP and in-process with plain torch, alone and behind FastAPI."""
 
     rows: int = 10_000_000
     """The number of rows of all tables together."""
@@ -382,9 +382,9 @@ class BenchServeOptions:
     processes: int = 2
     """The number of processes of the server, which share its ports."""
     seconds: float = 3.0
-    """How long each case is measured."""
+    """How long each case is measured, all rounds together."""
     repeats: int = 3
-    """The number of rounds in which the predictor is compared with torch; the best counts."""
+    """The number of rounds, in which all are measured by turns; the best counts."""
     folder: str | None = None
     """The folder for the model, which is removed in the end; by default that for temporary files."""
     quick: bool = False

@@ -275,7 +275,7 @@ class DataConfig(Checked):
     @property
     def batch_threads(self) -> int:
         """How many threads make batches ahead."""
-        # Live batches would be older when they are trained on; a queue takes what was read for trained.
+        # Live batches would be older when they are trained on; a queue takes records read for trained.
         return 0 if self.live or self.queue is not None else self.reading_threads
 
     @property
