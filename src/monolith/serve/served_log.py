@@ -1,4 +1,4 @@
-"""The log of served features: what was asked, what the model was given, and what it answered.
+"""The log of served features: requests, the features that the model was given, and its answers.
 
     answer ──offer──► queue, bounded by rows ──► one thread: features, records ──► files, or a Kafka topic
              never waits; drops and counts
