@@ -296,6 +296,17 @@ class Predictor:
                 return self._answer(*found)
         return self._predict(self._reader.batch(asked.full()), deadline)
 
+    def read(self, columns: RawTensors | Any) -> Batch:
+        """Return the features that the model is given for some rows: IDs and floats by feature.
+
+        Takes the same columns as `predict`, and works after `close`, too.
+
+        Raises:
+            RequestError: A column or a value does not fit the model; names the column and the row.
+        """
+        asked = self._candidates_in(columns)
+        return self._reader.batch(columns if asked is None else asked.full())
+
     def predict_batch(self, batch: Batch, *, deadline: float | None = None) -> Prediction:
         """Return the predictions for a ready batch, such as `FeatureSpec.make` returns.
 
