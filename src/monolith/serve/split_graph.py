@@ -103,19 +103,11 @@ _UNARY = frozenset(
 _BINARY = frozenset(
     ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "maximum.default", "minimum.default")
 )
-_ALONG_ONE = {
-    "squeeze.dim": 1,
-    "unsqueeze.default": 1,
-    "select.int": 1,
-    "slice.Tensor": 1,
-    "softmax.int": 1,
-    "log_softmax.int": 1,
-    "_softmax.default": 1,
-    "cumsum.default": 1,
-    "unflatten.int": 1,
-    "flatten.using_ints": 1,
-}
-"""Operators of one tensor along the dimension at this place among their arguments."""
+_ALONG_ONE = (
+    *("squeeze.dim", "unsqueeze.default", "select.int", "slice.Tensor", "softmax.int", "log_softmax.int"),
+    *("_softmax.default", "cumsum.default", "unflatten.int", "flatten.using_ints"),
+)
+"""Operators of one tensor whose second argument is a dimension."""
 
 
 class SplitGraph:
@@ -455,7 +447,9 @@ _RULES: Mapping[str, _Rule] = {
     "view.default": SplitGraph.view,
     "reshape.default": SplitGraph.view,
     "cat.default": SplitGraph.joined,
-    **dict.fromkeys(("transpose.int", "permute.default", "layer_norm.default"), SplitGraph.batched),
+    "transpose.int": SplitGraph.batched,
+    "permute.default": SplitGraph.batched,
+    "layer_norm.default": SplitGraph.batched,
 }
 """Rules by operator; each returns None if it does not apply."""
 
