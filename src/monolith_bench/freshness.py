@@ -35,7 +35,7 @@ from monolith_bench.marked_trainer import FillTables, TrainerProcess, publish_pl
 from monolith_bench.options import BenchFreshnessOptions, BenchServeOptions
 from monolith_bench.report import Report
 from monolith_bench.row_feed import START, RowFeed
-from monolith_bench.serve import NAME, ServeCase, columns_of, grpc_request, over_wire, served
+from monolith_bench.serve import NAME, ServeCase, Wire, columns_of, grpc_request, over_wire, served
 from monolith_bench.serve_load import LoadSeen
 from monolith_bench.served_deepfm import names_of, write_deepfm
 
@@ -375,13 +375,14 @@ def measure_serving(report: Report, root: Path, options: BenchFreshnessOptions) 
     ):
         feed.publish()
         wait_for(lambda: step_of(client, made) == feed.sequence, "the server does not follow")
+        load = Wire("grpc", ports["grpc"], int(ports["process"]), request)
         for turn in range(options.repeats):
             report.say(f"requests of {case}, round {turn + 1}")
             for applying in (False, True):
                 before, begun = step_of(client, made), time.monotonic()
                 if applying:
                     feed.go()
-                rates[applying].append(over_wire("grpc", ports["grpc"], request, case, made))
+                rates[applying].append(over_wire(load, case, made.seconds))
                 feed.rest()
                 if applying:
                     steps = step_of(client, made) - before

@@ -62,8 +62,11 @@ class BenchTrainOptions:
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the MLP's hidden layers."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """The device the model computes on. With cuda our rows are measured once on the GPU and once in host
-    memory, and compared with one nn.EmbeddingBag for all features on the GPU."""
+    """The device the model computes on. With cuda our rows are measured on the GPU, in host memory, and in
+    host memory with a cache of hot rows on the GPU, and compared with one nn.EmbeddingBag for all features on
+    the GPU."""
+    hot: float = 0.25
+    """With cuda: the fraction of the rows that the cache of hot rows has room for."""
     batch: tuple[int, ...] = ()
     """The numbers of examples in a batch to measure; by default 2048, and with cuda 2048, 8192 and 65536."""
     threads: int | None = None
@@ -365,7 +368,7 @@ class ExperimentMovielensOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchServeOptions:
-    """Compare a DeepFM served over gRPC, HTTP and in-process with the bare predictor and plain torch."""
+    """Compare a DeepFM served over gRPC, HTTP and in-process with plain torch, alone and behind FastAPI."""
 
     rows: int = 10_000_000
     """The number of rows of all tables together."""
@@ -382,9 +385,9 @@ class BenchServeOptions:
     processes: int = 2
     """The number of processes of the server, which share its ports."""
     seconds: float = 3.0
-    """How long each case is measured."""
+    """How long each case is measured, all rounds together."""
     repeats: int = 3
-    """The number of rounds in which the predictor is compared with torch; the best counts."""
+    """The number of rounds, in which all are measured by turns; the best counts."""
     folder: str | None = None
     """The folder for the model, which is removed in the end; by default that for temporary files."""
     quick: bool = False

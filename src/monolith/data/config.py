@@ -196,6 +196,9 @@ class DataConfig(Checked):
     """Whether records of a framed file begin with the prefix that some dumps of Kafka have."""
     columns: tuple[str, ...] = ()
     """The columns, or features, to read; none means all."""
+    served: bool = False
+    """Whether the records are a log of served features (serve.log), with labels joined to it. Features are
+    then read as the server gave them to its model, and not made of raw columns again."""
     hourly: bool = False
     """Whether below each day's folder there is one for each hour."""
     start_date: str | None = None
@@ -272,7 +275,7 @@ class DataConfig(Checked):
     @property
     def batch_threads(self) -> int:
         """How many threads make batches ahead."""
-        # Live batches would be older when they are trained on; a queue takes what was read for trained.
+        # Live batches would be older when they are trained on; a queue takes records read for trained.
         return 0 if self.live or self.queue is not None else self.reading_threads
 
     @property

@@ -129,7 +129,7 @@ class FileSource(Source, WorkQueueSource):
             if shuffle is not None:
                 raise ConfigError("file source: files that grow are read in their order; leave shuffle out")
             format = growing_text(format, files.patterns)  # noqa: A001  as above
-            threads = 0  # what was appended is little, and a file is opened for each of it
+            threads = 0  # little is appended at a time, and a file is opened for each of it
         self._format = format
         self._columns = None if columns is None else list(columns)
         self._checks = RecordChecks(bad, self._columns, metrics)

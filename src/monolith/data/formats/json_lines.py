@@ -238,7 +238,7 @@ class JsonRows:
         if not rows:
             return read
         both = concat([read, rows_as_records(rows, self._wanted, self._kinds)])
-        # The odd rows are behind the others; name them where they belong.
+        # The odd rows are behind the plain ones; name them where they belong.
         order = np.insert(np.arange(count), places, np.arange(count, count + len(rows)))
         return both.take(torch.from_numpy(order))
 

@@ -18,7 +18,7 @@ without a hop to another, and batches grow by themselves when the model is busy.
        └──its deadline passed──► abandoned: no leader looks at it again
 
 The queue is in order of priority, and of arrival within one. A request of more than `max_rows` rows runs in
-pieces, and after each it waits behind the others: a small request never waits for more than one piece of it.
+pieces, and after each it waits behind the other requests: a small one waits for one piece of it at most.
 
 Invariant, under `RequestBatcher._lock`: while the queue is not empty, at least one request leads or has been
 told to lead.

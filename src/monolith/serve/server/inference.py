@@ -41,6 +41,7 @@ from monolith.serve.config import Route, RouteTarget, ServeConfig, ServedFolder
 from monolith.serve.manifest import Signature
 from monolith.serve.metrics import AccessLog, ServeMetrics
 from monolith.serve.predictor import Predictor
+from monolith.serve.served_log import ServedLog
 from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelOutputs, RequestBatcher
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
@@ -308,6 +309,7 @@ class Inference:
         self._shadows_waiting = 0
         self._draining = False
         self._shadow_thread = ThreadPoolExecutor(1, thread_name_prefix="shadow") if config.shadows else None
+        self._log = ServedLog(config.log, metrics.all) if config.log.to else None
 
     @property
     def is_ready(self) -> bool:
@@ -326,6 +328,8 @@ class Inference:
         """
         begun = self._clock()
         try:
+            if self._log is not None:  # the answer has the ID, so that the client can name it in a label
+                request.id = self._log.check_id(request.id)
             self._enter()
             try:
                 reply, rows = self._answer(request, begun)
@@ -399,6 +403,8 @@ class Inference:
     def close(self) -> None:
         if self._shadow_thread is not None:
             self._shadow_thread.shutdown(cancel_futures=True)
+        if self._log is not None:
+            self._log.close()
         self.repository.close()
 
     def _batcher(self, model: Predictor) -> RequestBatcher:
@@ -439,6 +445,8 @@ class Inference:
             if found.missing:
                 self.metrics.missing(found.missing)
             reply = _reply(request, name, loaded, found)
+            if self._log is not None:
+                self._log.offer(request.id, name, loaded.model, columns, found)
         # Shadows run after the answer is complete and on a thread of their own, so that they cannot slow it.
         for shadow in self.traffic.shadows(request.model):
             self._ask_shadow(shadow, request, found)

@@ -403,7 +403,7 @@ class SpillingTable:
                         table._land()
                     yield
                     return
-            # All locks are released before waiting: the thread that froze this table may need the others.
+            # All locks are released before waiting: the thread that froze this table may need them.
             with frozen._lock:
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 

@@ -147,7 +147,7 @@ class HeadMetrics:
         self._forget()
 
     def _make(self, heads: list[str]) -> None:
-        """Make the metrics of heads, and resume from what was saved."""
+        """Make the metrics of heads, and resume from the saved state."""
         wanted = self._wanted if isinstance(self._wanted, Mapping) else dict.fromkeys(heads, self._wanted)
         names = {head: wanted.get(head, ()) for head in heads}
         self._set = MetricSet.named(names, window=self._window)
