@@ -24,12 +24,13 @@ from monolith import concurrency, native
 from monolith.errors import ExportError, RequestTooLargeError
 from monolith.feature import CrossFeature, FeatureSpec, Gatherer
 from monolith.serve.dense import DenseGraph, SplitDense
-from monolith.serve.manifest import SPLITS, Servable, ServableCollection, ServableLayout
+from monolith.serve.manifest import Servable, ServableCollection, ServableLayout
 from monolith.serve.request_reader import Kind, RequestReader
 from monolith.serve.rows import FoundRows, RowSource
 from monolith.serve.split_graph import SplitInput
 from monolith.store import TableIds
 from monolith.tensors import RaggedTensor
+from monolith.wire.open_inference import SPLITS
 
 _log = logging.getLogger(__name__)
 

@@ -13,11 +13,10 @@ from serve.served_tasks import columns, exported, trained
 from serve.server.serving import PATIENCE, GrpcClient, Served, ask_http
 
 from monolith.serve import Predictor
-from monolith.serve.manifest import SPLITS
 from monolith.serve.server import InferenceServer, ServeConfig, ServedFolder
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.tensors import raw_bytes
-from monolith.wire.open_inference import message_types
+from monolith.wire.open_inference import SPLITS, message_types
 
 USER = ("user_id", "history", "where")
 """Columns of which a request has one row."""
