@@ -112,7 +112,8 @@ class PlainRun:
 class GraphedRun:
     """The same with whole steps replayed from CUDA graphs, one for each size of batches.
 
-    Batches go to the device in each step, ids and labels, by a thread as in `monolith train`.
+    Batches go to the device in each step, ids and labels, by a thread as in `monolith train`. If the trainer
+    has rows in host memory, that thread brings those of each batch, too.
     """
 
     def __init__(self, trainer: OurTrainer, device: Device, *, half: bool = False) -> None:
@@ -132,7 +133,7 @@ class GraphedRun:
             while (found := lane.next()) is not None:
                 _, sent = found
                 if not graph.takes(sent):
-                    raise RuntimeError(graph.trouble)
+                    raise RuntimeError(graph.trouble or "the device has no room for the rows of a batch")
                 steps.append(graph.train(sent))
                 self._trainer.sparse.global_step += 1
                 if len(steps) > _BEHIND:
@@ -140,6 +141,11 @@ class GraphedRun:
         for step in steps:
             step.wait()
         self._device.current_stream().synchronize()
+
+    def hits(self) -> tuple[int, int]:
+        """Return how many ids were staged so far, and how many of them had to be brought from host memory."""
+        counts = [hot.counts for hot in self._graph.hot_rows]
+        return sum(one.seen for one in counts), sum(one.fetched for one in counts)
 
     def _send(self, number: int) -> SentBatch:
         return self._graph.send(self._batches[number])

@@ -62,8 +62,11 @@ class BenchTrainOptions:
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the MLP's hidden layers."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """The device the model computes on. With cuda our rows are measured once on the GPU and once in host
-    memory, and compared with one nn.EmbeddingBag for all features on the GPU."""
+    """The device the model computes on. With cuda our rows are measured on the GPU, in host memory, and in
+    host memory with a cache of hot rows on the GPU, and compared with one nn.EmbeddingBag for all features on
+    the GPU."""
+    hot: float = 0.25
+    """With cuda: the fraction of the rows that the cache of hot rows has room for."""
     batch: tuple[int, ...] = ()
     """The numbers of examples in a batch to measure; by default 2048, and with cuda 2048, 8192 and 65536."""
     threads: int | None = None

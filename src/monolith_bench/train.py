@@ -51,6 +51,7 @@ GRAPHED = "rows on the device, steps as graphs"
 GRAPHED_HALF = f"{GRAPHED}, bfloat16"
 TORCHS_GRAPH = "torch's rows, steps as a graph"
 HERE = "rows in host memory"
+HOT = f"{HERE}, hot ones on the device"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,8 @@ class TrainPlan:
     timing: Timing
     least_steps: int
     """Of a window, on a GPU: the first waits for its rows, and the last for its update."""
+    hot_rows: int | None = None
+    """Of each feature: the room of the cache on a GPU."""
     seed: int
 
     @classmethod
@@ -76,6 +79,8 @@ class TrainPlan:
             given = getattr(options, name)
             if given is not None and np.min(given, initial=1) < 1:
                 raise ConfigError(f"bench train: --{name} must be at least 1, got {given}")
+        if not 0 < options.hot <= 1:
+            raise ConfigError(f"bench train: --hot must be above 0 and at most 1, got {options.hot}")
         ids = min(options.ids, 100_000) if options.quick else options.ids
         on_gpu = options.device == "cuda"
         batches = options.batch or (GPU_BATCHES if on_gpu else (2048,))
@@ -92,6 +97,7 @@ class TrainPlan:
             if options.quick
             else Timing(repeats=repeats, window=0.3 if on_gpu else 0.4),
             least_steps=4 if options.quick else 12,
+            hot_rows=max(int(options.hot * ids / options.features), 1),
             seed=options.seed,
         )
 
@@ -222,22 +228,27 @@ def measure_python(plan: TrainPlan, report: Report, ours: TimedTrainer, labels: 
 
 
 def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
-    """Measure the model on a GPU: on rows that lie there, on rows in host memory, and on torch's."""
-    need_memory(plan.features * plan.rows * (plan.dim + 4) * 4 * 2 * 2.0)
+    """Measure the model on a GPU: on rows that lie there, on rows in host memory, with a cache of the hot
+    ones and without, and on torch's."""
+    need_memory(plan.features * plan.rows * (plan.dim + 4) * 4 * 2 * 3.0)
     report.say(f"filling {plan.features} features of {plan.rows:,} rows, on the device and in host memory")
     torchs = FusedTorchTrainer(*plan.shape, max(plan.batches), device=device.torch_device)
     there = OurTrainer(*plan.shape, plan.threads, device=device, embedding_device="device")
     here = PipelinedRun(OurTrainer(*plan.shape, plan.threads, device=device), device)
     on_device = PlainRun(there, device)
+    some = OurTrainer(
+        *plan.shape, plan.threads, device=device, embedding_device="device", hot_rows=plan.hot_rows
+    )
+    cached = GraphedRun(some, device)
     runs: dict[str, DeviceRun] = {
         TORCHS: TorchRun(torchs, device),
         "rows on the device": on_device,
         HERE: here,
     }
-    graphed: dict[str, DeviceRun] = {}
+    graphed: dict[str, DeviceRun] = {HOT: cached}
     if device.torch_device.type == "cuda":
         torch_graphed = GraphedTorchTrainer(*plan.shape, device=device.torch_device)
-        graphed = {
+        graphed |= {
             GRAPHED: GraphedRun(there, device),
             GRAPHED_HALF: GraphedRun(there, device, half=True),
             TORCHS_GRAPH: GraphedTorchRun(torch_graphed, device),
@@ -254,8 +265,12 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
             for of, one in graphed.items():
                 if captures(of, one, batches, labels, report):
                     racing[of] = one.run
+            before = cached.hits()
             paces = windows.race(racing, plan.timing)
             report_paces(report, case, batch, paces)
+            if HOT in paces:
+                seen, fetched = (now - then for now, then in zip(cached.hits(), before, strict=True))
+                report.add(f"ids whose row was there, {HOT}, {case}", "share", 1 - fetched / seen, "")
             for phase, took in on_device.phases().items():
                 report.add(f"{phase} of a step, rows on the device, {case}", "ms_per_step", took, "ms")
             once = Timing(repeats=1, window=plan.timing["window"])

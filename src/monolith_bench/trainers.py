@@ -7,7 +7,7 @@ one position of each feature per example. The rivals' rows are arrays of a fixed
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -21,7 +21,8 @@ from monolith.model import DeepFM, EmbeddingOptimizer, PreparedBatch
 from monolith.model.deepfm import DeepFMDense
 from monolith.model.step_graph import StepGraph
 from monolith.store import LocalStore
-from monolith.table import Adagrad
+from monolith.table import Adagrad, TableConfig
+from monolith.table.cuda.growth import bytes_for_rows
 from monolith_bench.rivals import FBGEMM, LEARNING_RATE, quiet_logs
 
 ACCUMULATOR = 0.1
@@ -41,6 +42,7 @@ class OurTrainer:
     Args:
         device: Where the dense half computes; None for the CPU.
         embedding_device: Where rows lie.
+        hot_rows: So many rows of each feature fit on the device, the rest is in host memory; None for all.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class OurTrainer:
         *,
         device: Device | None = None,
         embedding_device: Literal["host", "device"] = "host",
+        hot_rows: int | None = None,
     ) -> None:
         self._names = tuple(f"f{number:03d}" for number in range(features))
         adagrad = Adagrad(learning_rate=LEARNING_RATE, initial_accumulator_value=ACCUMULATOR)
@@ -64,7 +67,7 @@ class OurTrainer:
             self.model.to(device.torch_device)
             embeddings.compute_on(device)
             if embedding_device == "device":
-                embeddings.bind(partial(LocalStore.from_configs, device=device))
+                embeddings.bind(partial(_store_with, device, hot_rows))
         assert isinstance(embeddings.store, LocalStore)
         self.store = embeddings.store
         for name in self._names:
@@ -287,6 +290,15 @@ class FbgemmTrainer:
         loss.backward()  # type: ignore[no-untyped-call]
         self._dense.step()
         return loss
+
+
+def _store_with(
+    device: Device, hot_rows: int | None, configs: Mapping[str, TableConfig], **how: Any
+) -> LocalStore:
+    """Make tables on a device, with room for so many rows of each if they are not to be all there."""
+    if hot_rows is not None:
+        how["device_bytes"] = sum(bytes_for_rows(config, hot_rows) for config in configs.values())
+    return LocalStore.from_configs(configs, device=device, **how)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

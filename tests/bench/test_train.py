@@ -79,13 +79,13 @@ def test_all_contenders_train_the_same_model() -> None:
 
 
 @pytest.mark.parametrize("name", device_names())
-@pytest.mark.parametrize("embedding_device", ["host", "device"])
+@pytest.mark.parametrize("embedding_device, hot", [("host", None), ("device", None), ("device", 12)])
 def test_on_a_device_ours_trains_the_same_model_wherever_its_rows_are(
-    name: str, embedding_device: Literal["host", "device"]
+    name: str, embedding_device: Literal["host", "device"], hot: int | None
 ) -> None:
     device = device_named(name)
     here = trainers.OurTrainer(*SHAPE, 1)
-    there = trainers.OurTrainer(*SHAPE, 1, device=device, embedding_device=embedding_device)
+    there = trainers.OurTrainer(*SHAPE, 1, device=device, embedding_device=embedding_device, hot_rows=hot)
     assert_close(trained(there, there.model), trained(here, here.model), rtol=1e-4, atol=1e-4)
     ids = torch.arange(50)
     assert_close(there.store.table("f001").lookup(ids), here.store.table("f001").lookup(ids))
@@ -121,7 +121,7 @@ def test_nothing_to_measure_is_refused(flag: str, capsys: pytest.CaptureFixture[
 @pytest.fixture(scope="module", params=device_names())
 def on_device(request: pytest.FixtureRequest) -> list[Result]:
     options = BenchTrainOptions(
-        device="cuda", quick=True, features=3, ids=90, dim=4, hidden=(8,), batch=(4, 8), threads=1
+        device="cuda", quick=True, features=3, ids=300, dim=4, hidden=(8,), batch=(4, 8), threads=1
     )
     report = Report("train")
     train.measure_on(device_named(request.param, mixes=True), train.TrainPlan.settle(options), report)
@@ -129,7 +129,7 @@ def on_device(request: pytest.FixtureRequest) -> list[Result]:
 
 
 @pytest.mark.parametrize("case", ["uniform, batches of 4", "uniform, batches of 8", "zipf, batches of 8"])
-@pytest.mark.parametrize("rows", ["rows on the device", "rows in host memory"])
+@pytest.mark.parametrize("rows", ["rows on the device", "rows in host memory", train.HOT])
 def test_on_a_gpu_device_rows_and_host_rows_are_compared_with_torch(
     on_device: list[Result], case: str, rows: str
 ) -> None:
@@ -140,6 +140,15 @@ def test_on_a_gpu_device_rows_and_host_rows_are_compared_with_torch(
     assert torchs.value is not None
     assert (rate.baseline, rate.ratio) == (torchs.case, pytest.approx(rate.value / torchs.value))
     assert step.value == pytest.approx(int(case[-1]) / rate.value * 1e3)
+
+
+def test_the_cache_of_hot_rows_is_too_small_for_all_and_says_how_many_ids_it_has(
+    on_device: list[Result],
+) -> None:
+    for case in ("uniform, batches of 4", "zipf, batches of 8"):
+        (found,) = [one for one in on_device if one.case == f"ids whose row was there, {train.HOT}, {case}"]
+        assert found.value is not None
+        assert 0 < found.value < 1
 
 
 def test_a_step_on_rows_on_the_device_says_what_it_is_made_of(on_device: list[Result]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from train.tasks import Clicks
 from monolith.cuda import Device
 from monolith.errors import DivergedError
 from monolith.feature import Batch, FeatureIds
+from monolith.observe import Metrics
 from monolith.runtime import Trainer
 from monolith.tensors import RaggedTensor
 from monolith.train import Hook, Mode, Outputs, StepResult, TrainConfig, TrainingRun
@@ -71,11 +73,11 @@ class Steps(Hook):
         self.losses.append(float(result.loss))
 
 
-def run(device: Device, task: Clicks, *hooks: Hook, **config: Any) -> Any:
+def run(device: Device, task: Clicks, *hooks: Hook, metrics: Metrics | None = None, **config: Any) -> Any:
     settings = TrainConfig(
         accelerator="cuda", embedding_device="device", deterministic=True, metric_window=32, **config
     )
-    return Trainer(task, settings, hooks=hooks, accelerator=OnDevice(device)).train()
+    return Trainer(task, settings, hooks=hooks, accelerator=OnDevice(device), metrics=metrics).train()
 
 
 def test_a_run_says_that_steps_are_replayed_and_ends_as_without(
@@ -278,10 +280,13 @@ def test_steps_are_replayed_on_rows_that_come_from_host_memory(
     there, some = Rows(), Rows()
     run(device, task, there)
     caplog.clear()
-    report = run(device, task, some, device_memory_bytes=FEW)
+    metrics = Metrics()
+    report = run(device, task, some, metrics=metrics, device_memory_bytes=FEW)
     assert "replayed as CUDA graphs, one launch each: batches of 16" in caplog.text
     assert "the device has room for" in caplog.text
     assert "% of the ids found their row on the device" in caplog.text
+    (share,) = re.findall(r"^\w*train_hot_ids (\S+)", metrics.render().decode(), re.MULTILINE)
+    assert 0 < float(share) < 1
     assert (report.step, report.skipped) == (30 - len(bad), len(bad))
     assert some.far > 50
     assert some.found == there.found  # to the bit

@@ -27,7 +27,6 @@ from monolith.observe.logs import name_process
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
 from monolith.runtime import Coordinator, LocalRun, Trainer, TrainReport
-from monolith.runtime.attempts import Retries, SharedTraining
 from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output, RunContext, RunResult
 from monolith.runtime.control import ControlPlace, control_hooks, control_place, profiled_on_demand, tracer_of
@@ -35,7 +34,7 @@ from monolith.runtime.data_service import data_security, read_for_workers, secur
 from monolith.runtime.discovery import keys_are_named, listen_address, open_discovery
 from monolith.runtime.launch import MARK
 from monolith.runtime.local_profile import profiled_by_user
-from monolith.runtime.publish import publish_plan
+from monolith.runtime.publish_shard import PublishPlan
 from monolith.runtime.status import OwnStatus
 from monolith.runtime.task_setup import prepared_task, set_threads
 from monolith.train import Hook, Task, TrainConfig
@@ -229,7 +228,7 @@ def serve_rows(process: Process, discovery: Discovery) -> RunResult:
             port=ServerPort(host=host, port=port, guard=guard),
             stop=stop,
             on_serving=serving,
-            publish=publish_plan(config, process.metrics, discovery),
+            publish=_publish_plan(config, process.metrics, discovery),
         )
     process.output.say(f"parameter server {config.cluster.index} ended: {end.why}")
     if reasons:
@@ -328,28 +327,40 @@ def train(process: Process, discovery: Discovery | None = None, *, gauges: bool)
                 metrics=metrics,
                 coordinator=coordinator,
                 listeners=listeners,
-                publish=publish_plan(config, metrics, discovery),
+                publish=_publish_plan(config, metrics, discovery),
             )
             stopper.use(trainer)
             return trainer.train()
 
-        retries = Retries(config.failover, metrics, say=output.warn, pause=stopper.asked.wait)
+        as_rank = config.distributed and config.cluster.mode == "sync"
+        if not as_rank and discovery is None:
+            return _ended(process, attempt())
+        # One process starts sooner without these.
+        from monolith.runtime.attempts import Retries, SharedTraining
+
         together = SharedTraining(
             config=config,
             environ=process.environ,
             metrics=metrics,
             output=output,
-            retries=retries,
+            retries=Retries(config.failover, metrics, say=output.warn, pause=stopper.asked.wait),
             on_waiting=stopper.check,
             on_lost=process.status.lost_others,
         )
-        if config.distributed and config.cluster.mode == "sync":
+        if as_rank:
             report = together.train_as_rank(attempt, discovery)
-        elif discovery is not None:
-            report = together.train_on_servers(attempt, discovery)
         else:
-            report = attempt()
+            assert discovery is not None
+            report = together.train_on_servers(attempt, discovery)
     return _ended(process, report)
+
+
+def _publish_plan(config: RunConfig, metrics: Metrics, discovery: Discovery | None) -> PublishPlan | None:
+    if config.publish.to is None:
+        return None
+    from monolith.runtime.publish import publish_plan  # a run that publishes nothing starts sooner without it
+
+    return publish_plan(config, metrics, discovery)
 
 
 def _ended(process: Process, report: TrainReport) -> RunResult:

@@ -75,6 +75,13 @@ class Session:
         self.progress = RunProgress(model.sparse, config, expiry)
         self.batches = TrainingBatches(model, stream, coordinator, config, idle=self._idle, clock=clock)
         self.training_step = TrainingStep(coordinator, model, self.batches, self.progress, clock=clock)
+        counts = self.training_step.hot_counts
+        if metrics is not None and counts:
+            metrics.gauge(
+                "train_hot_ids",
+                "Fraction of the ids so far whose row was on the device, or that had none yet; see "
+                "train.device_memory_bytes",
+            ).read_from(lambda: sum(one.share for one in counts) / len(counts))
         self.training_step.measure = self.metrics.update
         self.metrics.aside = self.training_step.aside
         every = config.evict_every_steps

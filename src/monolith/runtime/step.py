@@ -26,6 +26,7 @@ from monolith.runtime.coordinator import Coordinator
 from monolith.runtime.progress import RunProgress, check_not_all_skipped
 from monolith.runtime.publish_shard import Learned, newest_event
 from monolith.sync.messages import LearnedUpTo
+from monolith.table.cuda.hot_rows import HotCounts
 from monolith.train.hook import StepResult
 from monolith.train.model import Model
 from monolith.train.task import Outputs, Task
@@ -191,9 +192,17 @@ class TrainingStep:
         self._unsettled.clear()
         if self._graph is not None:
             for hot in self._graph.hot_rows:
-                found = 1 - hot.fetched / max(1, hot.seen)
-                _log.info("%.1f%% of the ids found their row on the device, or had none yet", 100 * found)
+                _log.info(
+                    "%.1f%% of the ids found their row on the device, or had none yet; the other rows came "
+                    "from host memory",
+                    100 * hot.counts.share,
+                )
             self._graph.close()
+
+    @property
+    def hot_counts(self) -> list[HotCounts]:
+        """How often rows were on the device before a step, of stores that keep some in host memory."""
+        return [] if self._graph is None else [hot.counts for hot in self._graph.hot_rows]
 
     def _outputs(
         self, batch: Batch, rows: list[PreparedBatch], before_lookup: Callable[[], None] | None = None

@@ -153,6 +153,12 @@ def _to_learn_from(task: ConfigTask) -> ConfigTask:
         ConfigError: It reads a stream of which nothing is there.
     """
     names = ", ".join(task.features.to_learn)
+    if task.data.served:
+        raise ConfigError(
+            f"{names}: means or quantiles are not known, and a log of served features has none of the raw "
+            "numbers to learn them of. Start from the model that was served, with restore.dir; or give "
+            "boundaries, or mean and std, in the config."
+        )
     try:
         data = task.data.at_rest()
         if task.data.live:

@@ -269,6 +269,16 @@ class Predictor:
         """
         return self._predict(self._reader.batch(columns), deadline)
 
+    def read(self, columns: RawTensors | Any) -> Batch:
+        """Return the features that the model is given for some rows: IDs and floats by feature.
+
+        Takes the same columns as `predict`, and works after `close`, too.
+
+        Raises:
+            RequestError: A column or a value does not fit the model; names the column and the row.
+        """
+        return self._reader.batch(columns)
+
     def predict_batch(self, batch: Batch, *, deadline: float | None = None) -> Prediction:
         """Return the predictions for a ready batch, such as `FeatureSpec.make` returns.
 

@@ -41,10 +41,12 @@ from monolith.serve.config import Route, RouteTarget, ServeConfig, ServedFolder
 from monolith.serve.manifest import Signature
 from monolith.serve.metrics import AccessLog, ServeMetrics
 from monolith.serve.predictor import Predictor
+from monolith.serve.served_log import ServedLog
 from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelOutputs, RequestBatcher
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
 from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, WireTensor, columns_of, output_tensor
+from monolith.wire.open_inference import BINARY_EXTENSION, PRIORITY
 
 Parameter = bool | int | float | str
 
@@ -96,11 +98,9 @@ class InferReply:
 
 SERVER_NAME = "monolith"
 PLATFORM = "pytorch_monolith"
-EXTENSIONS = ("binary_tensor_data", "model_repository")
+EXTENSIONS = (BINARY_EXTENSION, "model_repository")
 TIMEOUT = "timeout"
 """A parameter of a request, as Triton has it: microseconds."""
-PRIORITY = "priority"
-"""A parameter of a request, as Triton has it: lower is answered first, and 0 is the default."""
 _LOWEST_PRIORITY = 9
 UNLOAD_PARAMETERS = ("unload_dependents",)
 """Sent by Triton's clients with every unload; no model here depends on another."""
@@ -309,6 +309,7 @@ class Inference:
         self._shadows_waiting = 0
         self._draining = False
         self._shadow_thread = ThreadPoolExecutor(1, thread_name_prefix="shadow") if config.shadows else None
+        self._log = ServedLog(config.log, metrics.all) if config.log.to else None
 
     @property
     def is_ready(self) -> bool:
@@ -327,6 +328,8 @@ class Inference:
         """
         begun = self._clock()
         try:
+            if self._log is not None:  # the answer has the ID, so that the client can name it in a label
+                request.id = self._log.check_id(request.id)
             self._enter()
             try:
                 reply, rows = self._answer(request, begun)
@@ -400,6 +403,8 @@ class Inference:
     def close(self) -> None:
         if self._shadow_thread is not None:
             self._shadow_thread.shutdown(cancel_futures=True)
+        if self._log is not None:
+            self._log.close()
         self.repository.close()
 
     def _batcher(self, model: Predictor) -> RequestBatcher:
@@ -440,6 +445,8 @@ class Inference:
             if found.missing:
                 self.metrics.missing(found.missing)
             reply = _reply(request, name, loaded, found)
+            if self._log is not None:
+                self._log.offer(request.id, name, loaded.model, columns, found)
         # Shadows run after the answer is complete and on a thread of their own, so that they cannot slow it.
         for shadow in self.traffic.shadows(request.model):
             self._ask_shadow(shadow, request, found)

@@ -220,6 +220,12 @@ def _places_for(rows: int, load: float) -> int:
     return (int(rows / load) // KEYS + 1) * KEYS
 
 
+def bytes_for_rows(config: TableConfig, rows: int) -> int:
+    """Return the bytes of a device for a table with room for so many rows, of which others spill."""
+    places = _places_for(rows, FULL) + EXTRA_PLACES
+    return places * (row_layout(config).bytes_per_place + RECENCY_BYTES)
+
+
 def device_budgets(configs: Mapping[str, TableConfig], total: int) -> dict[str, int]:
     """Return the bytes for each table, `total` together at most.
 

@@ -76,6 +76,23 @@ class StagedBatch:
         self.fell: list[int] = []
 
 
+class HotCounts:
+    """How often the ids of staged batches needed a row of host memory. Read by any thread.
+
+    Attributes:
+        seen: Ids of staged batches, repeats counted.
+        fetched: Those of them whose row was in host memory.
+    """
+
+    def __init__(self) -> None:
+        self.seen = self.fetched = 0
+
+    @property
+    def share(self) -> float:
+        """The fraction of ids whose row was on the device, or that had none yet."""
+        return 1 - self.fetched / max(1, self.seen)
+
+
 class HotRows:
     """Brings the rows of batches to a device, before steps that work on near rows alone. Thread-safe.
 
@@ -93,7 +110,7 @@ class HotRows:
 
     Attributes:
         near: The near halves of the tables, for steps over staged batches.
-        seen, fetched: How often ids came in staged batches, and how often that of a far row.
+        counts: How often ids came in staged batches, and how often that of a far row.
     """
 
     def __init__(self, tables: Sequence[SpillingTable], workers: native.Workers | None) -> None:
@@ -116,7 +133,7 @@ class HotRows:
         self._since_spill = [_SPILL_PAUSE] * len(tables)
         self._spilled_now = False  # rows left while room was made for the batch that is being staged
         self._said_small = False
-        self.seen = self.fetched = 0
+        self.counts = HotCounts()
 
     @property
     def rows(self) -> int:
@@ -191,8 +208,8 @@ class HotRows:
             fetched += rows[number]
         self._bring_free(staged, found)
         if not staged.number:  # not counted yet
-            self.seen += len(staged.ids)
-            self.fetched += fetched
+            self.counts.seen += len(staged.ids)
+            self.counts.fetched += fetched
         staged.number = self._number
         staged.coming = [count - brought for count, brought in zip(coming, rows, strict=True)]
         self._staged.add(staged)
