@@ -161,6 +161,10 @@ def check_serving(names: dict[str, Any]) -> None:
     assert all(0 < click < 1 for click in clicks)
     assert names["said"] == "row 0 of 1: features.price: column 'price' is [inf]"
     served = names["served_clicks"]
+    assert names["client_clicks"].tolist() == pytest.approx(served, abs=1e-6)
+    assert names["both"] == pytest.approx([served[0]] * 2, abs=1e-6)
+    assert names["asked_step"] > 0
+    assert names["asked_age"].total_seconds() > 0
     assert served[0] > served[1]  # u0004 likes drama, u0001 does not like westerns
     assert names["served"]["parameters"]["step"] > 0
     assert names["status"] == 0

@@ -30,7 +30,6 @@ from monolith.serve.server.inference import (
     NO_CONTROL,
     NO_CONTROL_TOKEN,
     PLATFORM,
-    PRIORITY,
     SERVER_NAME,
     TIMEOUT,
     UNLOAD_PARAMETERS,
@@ -47,6 +46,9 @@ from monolith.serve.server.inference import (
 from monolith.serve.server.processes import ServerProcesses
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
+    CONTENTS,
+    PRIORITY,
+    RETRY_HEADER,
     SERVICE,
     message_pool,
     message_types,
@@ -55,21 +57,7 @@ from monolith.wire.open_inference import (
 )
 from monolith.wire.ports import ConnectionGuard, Limits
 
-_CONTENTS = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-_FIELDS = sorted(set(_CONTENTS.values()))
+_FIELDS = sorted(set(CONTENTS.values()))
 _LOOK_EVERY = 0.5
 """Seconds between two looks at the connections of the port."""
 _MOST_FIELDS = 4096
@@ -77,6 +65,8 @@ _MOST_FIELDS = 4096
 _MOST_DESCRIBED = 64 << 10
 """Bytes that describe the inputs of a request; more of them are typed contents."""
 _PROBES = ("ServerLive", "ServerReady")
+_RETRY_AFTER_MS = {"overloaded": "1000", "unavailable": "1000", "too_large": "-1"}
+"""When a client may retry; too large a request has the status of too many, and is not to be sent again."""
 
 
 class GrpcPort:
@@ -256,6 +246,8 @@ class GrpcPort:
     def _abort(self, context: Any, error: Exception) -> NoReturn:
         code = code_of(error)
         text = INTERNAL if code == "internal" else str(error)
+        if (wait := _RETRY_AFTER_MS.get(code)) is not None:
+            context.set_trailing_metadata(((RETRY_HEADER, wait),))
         context.abort(getattr(self._grpc.StatusCode, GRPC_STATUS[code]), text)
         raise AssertionError("abort returned")
 
@@ -421,7 +413,7 @@ def _outputs(outputs: Iterable[Any]) -> list[str]:
 
 def _typed_tensor(one: Any) -> WireTensor:
     contents = one.contents
-    field = _CONTENTS.get(one.datatype)
+    field = CONTENTS.get(one.datatype)
     if field is None:
         if one.datatype == "FP16":
             raise RequestError(f"input {one.name!r}: FP16 is sent raw, in raw_input_contents")

@@ -35,7 +35,7 @@ from monolith.errors import (
 )
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.batching import Quotas, Reservation
-from monolith.serve.server.http_bodies import JSON_LENGTH, JsonReader, read_infer, unpacked, write_infer
+from monolith.serve.server.http_bodies import JsonReader, read_infer, unpacked, write_infer
 from monolith.serve.server.http_loop import HttpLoop, KnownHosts, Message, Receive, Send
 from monolith.serve.server.inference import (
     EXTENSIONS,
@@ -51,6 +51,7 @@ from monolith.serve.server.inference import (
     code_of,
 )
 from monolith.serve.server.processes import PEER_HEADER, ServerProcesses
+from monolith.wire.open_inference import JSON_LENGTH
 
 
 class HttpPort:
@@ -200,7 +201,7 @@ JSON = "application/json"
 OCTETS = "application/octet-stream"
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 PROBES = ("/v2/health/live", "/v2/health/ready")
-"""ClientAnswer to every client, whatever quota is used up: a probe has no token, and they say nothing
+"""Answered for every client, whatever quota is used up: a probe has no token, and they say nothing
 else."""
 _RETRY = {"retry-after": "1"}
 

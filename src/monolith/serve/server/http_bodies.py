@@ -17,7 +17,6 @@ from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.batching import JSON_COST, Reservation
 from monolith.serve.server.inference import (
-    PRIORITY,
     TIMEOUT,
     InferReply,
     InferRequest,
@@ -26,12 +25,15 @@ from monolith.serve.server.inference import (
     read_timeout,
 )
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
+from monolith.wire.open_inference import (
+    BINARY,
+    BINARY_OUTPUT,
+    BINARY_SIZE,
+    JSON_LENGTH,
+    PRIORITY,
+    TIMEOUT_HEADER,
+)
 
-JSON_LENGTH = "inference-header-content-length"
-TIMEOUT_HEADER = "x-request-timeout-ms"
-BINARY_SIZE = "binary_data_size"
-BINARY = "binary_data"
-BINARY_OUTPUT = "binary_data_output"
 _DEEPEST = 10
 _WINDOWS = {"gzip": 31, "deflate": 15}
 _UNPACKED_AT_ONCE = 1 << 20

@@ -46,6 +46,7 @@ from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelOutputs, Reque
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
 from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, WireTensor, columns_of, output_tensor
+from monolith.wire.open_inference import BINARY_EXTENSION, PRIORITY
 
 Parameter = bool | int | float | str
 
@@ -97,11 +98,9 @@ class InferReply:
 
 SERVER_NAME = "monolith"
 PLATFORM = "pytorch_monolith"
-EXTENSIONS = ("binary_tensor_data", "model_repository")
+EXTENSIONS = (BINARY_EXTENSION, "model_repository")
 TIMEOUT = "timeout"
 """A parameter of a request, as Triton has it: microseconds."""
-PRIORITY = "priority"
-"""A parameter of a request, as Triton has it: lower is answered first, and 0 is the default."""
 _LOWEST_PRIORITY = 9
 UNLOAD_PARAMETERS = ("unload_dependents",)
 """Sent by Triton's clients with every unload; no model here depends on another."""

@@ -7,7 +7,7 @@ it: a datatype that is none, a shape that does not fit the bytes, lengths that l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,27 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monolith.errors import RequestError, RequestTooLargeError
-from monolith.serve.manifest import SPLITS, Signature, TensorSpec
+from monolith.serve.manifest import Signature, TensorSpec
+from monolith.wire.open_inference import DTYPES, LENGTH_BYTES, SPLITS
 
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    "BOOL": np.dtype("?"),
-    "INT8": np.dtype("<i1"),
-    "INT16": np.dtype("<i2"),
-    "INT32": np.dtype("<i4"),
-    "INT64": np.dtype("<i8"),
-    "UINT8": np.dtype("<u1"),
-    "UINT16": np.dtype("<u2"),
-    "UINT32": np.dtype("<u4"),
-    "UINT64": np.dtype("<u8"),
-    "FP16": np.dtype("<f2"),
-    "FP32": np.dtype("<f4"),
-    "FP64": np.dtype("<f8"),
-}
-"""Little-endian layout of the values of a raw tensor, for all datatypes but BYTES."""
 DATATYPES = ("BYTES", *DTYPES)
 TIME = "time"
 """The meaning of an input of times, which may be texts."""
-_LENGTH_BYTES = 4
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 1 << 20
 """Of one input; each takes some 50 bytes of memory, and as few as 4 in a message."""
@@ -110,7 +95,7 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
 def raw_bytes(values: Values) -> bytes:
     """Return the bytes of a raw tensor."""
     if isinstance(values, list):
-        return b"".join(part for one in values for part in (len(one).to_bytes(_LENGTH_BYTES, "little"), one))
+        return b"".join(part for one in values for part in (len(one).to_bytes(LENGTH_BYTES, "little"), one))
     return np.ascontiguousarray(values).tobytes()
 
 
@@ -283,15 +268,15 @@ def _read_texts(name: str, count: int, data: bytes | memoryview) -> list[bytes]:
         )
     whole = bytes(data)
     size = len(whole)
-    if count * _LENGTH_BYTES > size:
+    if count * LENGTH_BYTES > size:
         raise RequestError(
-            f"input {name!r}: {count} texts with their lengths take at least {count * _LENGTH_BYTES} bytes, "
+            f"input {name!r}: {count} texts with their lengths take at least {count * LENGTH_BYTES} bytes, "
             f"got {size}"
         )
     texts: list[bytes] = []
     at = 0
     for number in range(count):
-        begin = at + _LENGTH_BYTES
+        begin = at + LENGTH_BYTES
         end = begin + int.from_bytes(whole[at:begin], "little")
         if begin > size or end > size:
             raise RequestError(
