@@ -7,7 +7,7 @@ it: a datatype that is none, a shape that does not fit the bytes, lengths that l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
