@@ -217,7 +217,7 @@ class SplitGraph:
             return self._item_count()
         some = [one for one in _flat((given, named)) if isinstance(one, (_Shared, _Mixed))]
         if some:
-            rule = _RULES.get(operator)
+            rule = _rule_of(operator)
             found = None if rule is None else rule(self, node, given, named)
             if found is not None:
                 return found
@@ -435,9 +435,6 @@ class SplitGraph:
 
 _Rule = Callable[[SplitGraph, Node, Any, Any], _Value | None]
 _RULES: Mapping[str, _Rule] = {
-    **dict.fromkeys(_UNARY, SplitGraph.unary),
-    **dict.fromkeys(_BINARY, SplitGraph.binary),
-    **dict.fromkeys(_ALONG_ONE, SplitGraph.along),
     "linear.default": SplitGraph.linear,
     "mm.default": SplitGraph.product,
     "matmul.default": SplitGraph.product,
@@ -452,6 +449,14 @@ _RULES: Mapping[str, _Rule] = {
     "layer_norm.default": SplitGraph.batched,
 }
 """Rules by operator; each returns None if it does not apply."""
+
+
+def _rule_of(operator: str) -> _Rule | None:
+    if operator in _UNARY:
+        return SplitGraph.unary
+    if operator in _BINARY:
+        return SplitGraph.binary
+    return SplitGraph.along if operator in _ALONG_ONE else _RULES.get(operator)
 
 
 def _name_of(target: Any) -> str:
