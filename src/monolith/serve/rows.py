@@ -34,9 +34,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from monolith import concurrency
+from monolith.feature import FeatureIds, Gatherer
 from monolith.store import TableIds
 from monolith.sync.messages import LearnedUpTo
 from monolith.table import FrozenTable, FrozenTables, OverlaidTables
@@ -275,12 +277,14 @@ class FoundRows:
 
     rows: Tensor
     """float32 of shape (sum of ids x width,): one row per ID in order, table after table. An ID without a row
-    reads as zeros."""
+    reads as zeros. Empty if they were gathered without being returned."""
     missing: tuple[str, ...] = ()
     """Shards that did not answer; their rows were read as zeros."""
     claim: RowsClaim | None = UNKNOWN
     """How new the rows are; None if no row was read."""
 
+
+_GATHERED = torch.empty(0)
 
 AttachOverlay = Callable[[FrozenTables, int | None], tuple[OverlaidTables, ClaimCell]]
 """Puts mapped tables below an overlay of deltas, given the threads of a lookup; returns both as one, and
@@ -319,8 +323,26 @@ class RowSource(Protocol):
             UnavailableError: A shard does not answer, and zeros are not allowed for its rows.
         """
 
+    def gather(
+        self, gatherer: Gatherer, ids: FeatureIds, *, deadline: float | None = None
+    ) -> tuple[Sequence[Tensor], FoundRows]:
+        """Return the tensors that a model reads of the rows of a batch, and how they were found.
+
+        Raises:
+            FeatureError: The IDs are malformed. Otherwise as `lookup`.
+        """
+
     def close(self) -> None:
         """Release files and connections. Closing again does nothing."""
+
+
+def gather_looked_up(
+    source: RowSource, gatherer: Gatherer, ids: FeatureIds, deadline: float | None
+) -> tuple[Sequence[Tensor], FoundRows]:
+    """Gather rows in three steps, for a source whose rows are not in this process; see `RowSource.gather`."""
+    gathered = gatherer.read(ids)
+    found = source.lookup(TableIds(gathered.ids, gathered.sizes), deadline=deadline)
+    return gathered.gather(found.rows), found
 
 
 class MappedRows:
@@ -357,6 +379,15 @@ class MappedRows:
         before = self._claims.now
         rows = self._all.lookup(ids.ids, ids.sizes)
         return FoundRows(rows, claim=spanning(before, self._claims.now))
+
+    def gather(
+        self, gatherer: Gatherer, ids: FeatureIds, *, deadline: float | None = None
+    ) -> tuple[Sequence[Tensor], FoundRows]:
+        if ids.weights is not None:
+            return gather_looked_up(self, gatherer, ids, deadline)
+        before = self._claims.now
+        tensors = gatherer.read_rows(self._all.group, ids)
+        return tensors, FoundRows(_GATHERED, claim=spanning(before, self._claims.now))
 
     def close(self) -> None:
         self._all.close()

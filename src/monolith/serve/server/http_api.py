@@ -399,7 +399,8 @@ class HttpApi:
                 (name, version),
                 self._unpacked(request),
                 request.headers,
-                lambda text: self._json.read(text, request.reservation),
+                self._json,
+                request.reservation,
             )
         except MonolithError as error:
             self._inference.refuse("http", error, name)

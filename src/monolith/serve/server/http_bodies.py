@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from monolith import concurrency
+from monolith import concurrency, native
 from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.batching import JSON_COST, Reservation
@@ -20,6 +20,7 @@ from monolith.serve.server.inference import (
     TIMEOUT,
     InferReply,
     InferRequest,
+    PackedInputs,
     check_parameters,
     read_priority,
     read_timeout,
@@ -96,6 +97,10 @@ class JsonReader:
             RequestTooLargeError: It is too long, or has too many lists and objects in it.
             UnavailableError: Requests in flight use too much memory.
         """
+        return self.parse(self.admit(body, reservation))
+
+    def admit(self, body: bytes | memoryview, reservation: Reservation) -> bytes:
+        """Return a body that is within bounds, for `parse`; raises an error as `read` does."""
         if len(body) > self._most_bytes:
             raise RequestTooLargeError(
                 f"the request has {len(body)} bytes of JSON; the most are {self._most_bytes} "
@@ -108,6 +113,14 @@ class JsonReader:
                 "Send flat lists, with their shape."
             )
         reservation.add(JSON_COST * len(text))
+        return text
+
+    def parse(self, text: bytes) -> Any:
+        """Return what JSON says.
+
+        Raises:
+            RequestError: It is not JSON.
+        """
         if len(text) < _LARGE_JSON:
             return _parsed(text)
         with self._one_large:  # a second one would keep health probes waiting for twice as long
@@ -127,12 +140,19 @@ def _no_constant(name: str) -> Any:
 
 
 def read_infer(
-    target: tuple[str, str], body: bytes, headers: Mapping[str, str], read_json: Callable[[memoryview], Any]
+    target: tuple[str, str],
+    body: bytes,
+    headers: Mapping[str, str],
+    reader: JsonReader,
+    reservation: Reservation,
 ) -> tuple[InferRequest, BinaryOutputs]:
     """Return the request that a body is, and which outputs are to be sent in binary.
 
+    The usual request is read by the core; any other is decoded here.
+
     Args:
         target: The model, and its version.
+        reservation: Counts the memory that it takes.
 
     Raises:
         RequestError: It is none; says where.
@@ -146,13 +166,27 @@ def read_infer(
         if length > len(body):
             raise RequestError(f"{JSON_LENGTH} is {length}, the body has {len(body)} bytes")
         head, rest = view[:length], view[length:]
-    message = read_json(head)
+    text = reader.admit(head, reservation)
+    model, version = target
+    usual = native.read_http_request(body, len(head))
+    if usual is not None:
+        request = InferRequest(
+            model=model,
+            version=version,
+            id=usual.id,
+            tensors=PackedInputs(usual, lambda: list(_inputs(reader.parse(text), rest))),
+            outputs=[name for name, _ in usual.outputs],
+            timeout=_timeout(headers, {}),
+            transport="http",
+        )
+        chosen = {name: binary for name, binary in usual.outputs if binary is not None}
+        return request, BinaryOutputs(usual.binary_outputs, chosen)
+    message = reader.parse(text)
     if not isinstance(message, dict):
         raise RequestError("the body must be a JSON object with `inputs`")
     parameters = _object(message, "parameters")
     check_parameters("a request", parameters, (TIMEOUT, PRIORITY, BINARY_OUTPUT))
     wanted = _outputs(message)
-    model, version = target
     request = InferRequest(
         model=model,
         version=version,

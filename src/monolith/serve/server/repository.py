@@ -24,7 +24,6 @@ from monolith.serve.config import ServedFolder
 from monolith.serve.predictor import Predictor
 from monolith.serve.server.batching import RequestBatcher
 from monolith.serve.server.catalog import ServableCatalog
-from monolith.serve.server.tensors import ColumnsPlan
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +40,6 @@ class LoadedVersion:
     def __init__(self, model: Predictor, batcher: RequestBatcher) -> None:
         self.model = model
         self.batcher = batcher
-        self.plans: dict[tuple[bytes, ...], ColumnsPlan] = {}
-        """Decoding plans by the encoded description of a request's inputs."""
         self._lock = concurrency.Lock()  # guards the two below; closing happens outside of it
         self._leases = 1  # the repository
         self._retired = False
