@@ -22,9 +22,11 @@ from monolith.errors import (
     RequestTooLargeError,
     UnavailableError,
 )
+from monolith.serve.item_index import TopK
 from monolith.serve.server.batching import JSON_COST, Quotas
 from monolith.serve.server.inference import (
     EXTENSIONS,
+    FILTER,
     GRPC_STATUS,
     INTERNAL,
     NO_CONTROL,
@@ -32,6 +34,7 @@ from monolith.serve.server.inference import (
     PLATFORM,
     SERVER_NAME,
     TIMEOUT,
+    TOP_K,
     UNLOAD_PARAMETERS,
     Inference,
     InferReply,
@@ -40,6 +43,7 @@ from monolith.serve.server.inference import (
     Parameter,
     check_parameters,
     code_of,
+    read_filter,
     read_priority,
     read_timeout,
 )
@@ -314,7 +318,12 @@ class GrpcPort:
 
     def _model_infer(self, request: Any, context: Any) -> Any:
         try:
-            check_parameters("a request", request.parameters, (TIMEOUT, PRIORITY))
+            topk = None
+            if TOP_K in request.parameters:
+                k: Any = _parameter(request.parameters, TOP_K, 0)
+                topk = TopK(k, read_filter(_parameter(request.parameters, FILTER, "{}")))
+            known = (TIMEOUT, PRIORITY, TOP_K, *(() if topk is None else (FILTER,)))
+            check_parameters("a request", request.parameters, known)
             asked = InferRequest(
                 model=request.model_name,
                 version=request.model_version,
@@ -324,6 +333,7 @@ class GrpcPort:
                 timeout=_timeout(request, context.time_remaining()),
                 priority=read_priority(_parameter(request.parameters, PRIORITY, 0)),
                 transport="grpc",
+                topk=topk,
             )
         except RequestError as error:
             self._inference.refuse("grpc", error, request.model_name, request.id)
