@@ -160,6 +160,7 @@ def check_serving(names: dict[str, Any]) -> None:
     assert len(set(clicks)) == 3
     assert all(0 < click < 1 for click in clicks)
     assert names["said"] == "row 0 of 1: features.price: column 'price' is [inf]"
+    assert len(set(names["ranked"].tolist())) > 50
     served = names["served_clicks"]
     assert names["client_clicks"].tolist() == pytest.approx(served, abs=1e-6)
     assert names["both"] == pytest.approx([served[0]] * 2, abs=1e-6)
