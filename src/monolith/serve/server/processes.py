@@ -8,9 +8,10 @@ that each process listens on a unix socket in a folder that only its user can re
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -50,12 +51,13 @@ class ServerProcesses:
         """The socket on which this process listens for its peers."""
         return None if self._folder is None else self._path(self.index)
 
-    def tell(self, verb: str, model: str) -> None:
+    def tell(self, verb: str, model: str, parameters: Mapping[str, str] | None = None) -> None:
         """Have the peers load or unload a model, too."""
+        said = json.dumps({"parameters": dict(parameters or {})}).encode()
         for index, path in self._peers():
             try:
                 status, body = self._call(
-                    path, "POST", f"/v2/repository/models/{quote(model, safe='')}/{verb}", _TIMEOUT
+                    path, "POST", f"/v2/repository/models/{quote(model, safe='')}/{verb}", _TIMEOUT, said
                 )
             except OSError as error:
                 _log.warning("process %d was not told to %s model %r: %s", index, verb, model, error)
@@ -100,13 +102,15 @@ class ServerProcesses:
         assert self._folder is not None
         return self._folder / f"process_{index}.sock"
 
-    def _call(self, path: Path, method: str, target: str, timeout: float) -> tuple[int, bytes]:
+    def _call(
+        self, path: Path, method: str, target: str, timeout: float, said: bytes | None = None
+    ) -> tuple[int, bytes]:
         connection = _UnixConnection(path, timeout)
         try:
             headers = {PEER_HEADER: str(self.index)}
             if self._guard.header is not None:
                 headers[HEADER] = self._guard.header
-            connection.request(method, target, headers=headers)
+            connection.request(method, target, said, headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         except http.client.HTTPException as cause:
