@@ -76,7 +76,7 @@ def served_records(batch: Batch, requests: Sequence[ServedRequest]) -> Records:
     Raises:
         DataError: A feature has the name of another column of the log.
     """
-    columns = _feature_columns(batch)
+    columns = feature_columns(batch)
     rows = [number for one in requests for number in range(one.rows)]
     each = torch.tensor([one.rows for one in requests])
     keys = [_bytes(f"{one.id}/{row}") for one in requests for row in range(one.rows)]
@@ -100,7 +100,8 @@ def served_records(batch: Batch, requests: Sequence[ServedRequest]) -> Records:
     return Records(len(batch), {**about, **columns}, complete=True)
 
 
-def _feature_columns(batch: Batch) -> dict[str, RaggedTensor]:
+def feature_columns(batch: Batch) -> dict[str, RaggedTensor]:
+    """Return the features of a batch as columns of the log."""
     size, ids = len(batch), batch.ids
     everyone = torch.zeros(size, dtype=torch.int64)
     columns: dict[str, RaggedTensor] = {}

@@ -282,8 +282,7 @@ class FolderSink:
         self._config = config
         self._clocks = clocks
         self._encoder = PayloadWriter(KIND)
-        started = f"{datetime.fromtimestamp(clocks.wall(), UTC):%Y%m%dT%H%M%S}-{concurrency.token_hex(4)}"
-        self._names = (f"served-{started}-{number:06}{SUFFIX}" for number in count(1))
+        self._token, self._numbers = concurrency.token_hex(4), count(1)
         self._file: int | None = None
         self._path = folder
         self._bytes = 0
@@ -327,7 +326,9 @@ class FolderSink:
             self._complete()
 
     def _begin(self) -> None:
-        self._path = self._folder / next(self._names)
+        # By the time of its first record: names in order are times in order, whatever server wrote them.
+        begun = f"{datetime.fromtimestamp(self._clocks.wall(), UTC):%Y%m%dT%H%M%S}"
+        self._path = self._folder / f"served-{begun}-{self._token}-{next(self._numbers):06}{SUFFIX}"
         path = f"{self._path}{OPEN}"
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -247,7 +247,7 @@ def test_the_index_lists_splits():
     catalog = LinearCatalog({"a": {"1": LinearModel}, "b": {"1": LinearModel}})
     with serving(catalog, splits=("ads=a:90,b/1:10",)) as server:
         found = ask_http(server.http_port, "POST", "/v2/repository/index")[1]
-        assert found[-1] == {"name": "ads", "version": "", "state": "READY", "reason": "split: a:90, b/1:10"}
+        assert found[-1] == {"name": "ads", "version": "", "state": "READY", "reason": "split: a:90,b/1:10"}
         assert len(found) == 3
 
 
