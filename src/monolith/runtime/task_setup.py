@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -285,14 +285,29 @@ def make_task(run: RunConfig, config: Path | None = None, texts: Sequence[str] =
             "what it is in the config: [model], [features] and [data]"
         )
     source = f"[task] of {config}" if config else "task"
-    return load_task(
-        run.job.task,
-        _nested(run.task),
-        texts=texts,
-        source=source,
-        inputs=run.inputs,
-        optional=("data_service",),  # a task that reads files by its DataConfig need not know of it
-    )
+    try:
+        return load_task(
+            run.job.task,
+            _nested(run.task),
+            texts=texts,
+            source=source,
+            inputs=run.inputs,
+            optional=("data_service",),  # a task that reads files by its DataConfig need not know of it
+        )
+    except ConfigError as error:
+        flags = [
+            text for text in texts if text.split(".")[0] in _RUN_GROUPS and f"from {text!r}" in str(error)
+        ]
+        if not flags:
+            raise
+        key, _, value = flags[0].partition("=")
+        raise ConfigError(
+            f"{error}. --set is for settings of the task; settings of the run are flags: "
+            f"--{key.replace('_', '-')} {value}"
+        ) from error
+
+
+_RUN_GROUPS = frozenset(field.name for field in fields(RunConfig))
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
