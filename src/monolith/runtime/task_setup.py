@@ -295,19 +295,14 @@ def make_task(run: RunConfig, config: Path | None = None, texts: Sequence[str] =
             optional=("data_service",),  # a task that reads files by its DataConfig need not know of it
         )
     except ConfigError as error:
-        flags = [
-            text for text in texts if text.split(".")[0] in _RUN_GROUPS and f"from {text!r}" in str(error)
-        ]
-        if not flags:
+        refused = [text for text in texts if f"from {text!r}" in str(error)]
+        if not refused or refused[0].split(".")[0] not in {field.name for field in fields(run)}:
             raise
-        key, _, value = flags[0].partition("=")
+        key, _, value = refused[0].partition("=")
         raise ConfigError(
             f"{error}. --set is for settings of the task; settings of the run are flags: "
             f"--{key.replace('_', '-')} {value}"
         ) from error
-
-
-_RUN_GROUPS = frozenset(field.name for field in fields(RunConfig))
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -232,6 +232,13 @@ class Route:
     name: str
     targets: tuple[RouteTarget, ...]
 
+    @property
+    def targets_text(self) -> str:
+        """The targets as `parse` reads them, behind the name."""
+        named = [f"{one.model}/{one.version}" if one.version else one.model for one in self.targets]
+        weights = [f"{one.weight:.12f}".rstrip("0").rstrip(".") for one in self.targets]
+        return ",".join(f"{name}:{weight}" for name, weight in zip(named, weights, strict=True))
+
     @classmethod
     def parse(cls, text: str) -> Route:
         """Read `NAME=MODEL[/VERSION][:WEIGHT],...`, as in `ads=ads/120:90,ads/140:10`."""
@@ -287,6 +294,9 @@ class ServeConfig(Checked):
     splits: tuple[str, ...] = ()
     """Routes that divide the requests for a name: `NAME=MODEL[/VERSION][:WEIGHT],...`, as in
     `ads=ads/120:90,ads/140:10`."""
+    split_columns: Mapping[str, str] = field(default_factory=dict)
+    """Name of a split -> an input column whose first value decides: requests with the same value go to the
+    same target. A request with a `split_key` of its own goes by that."""
     shadows: tuple[str, ...] = ()
     """Shadow traffic, as `NAME=MODEL[/VERSION][:FRACTION]`: mirror a fraction of the requests for a name to a
     model and compare; clients never see the answers."""

@@ -41,6 +41,7 @@ from monolith.serve.server.inference import (
     check_parameters,
     code_of,
     read_priority,
+    read_split_key,
     read_timeout,
 )
 from monolith.serve.server.processes import ServerProcesses
@@ -50,6 +51,7 @@ from monolith.wire.open_inference import (
     PRIORITY,
     RETRY_HEADER,
     SERVICE,
+    SPLIT_KEY,
     message_pool,
     message_types,
     packed_infer_type,
@@ -314,7 +316,7 @@ class GrpcPort:
 
     def _model_infer(self, request: Any, context: Any) -> Any:
         try:
-            check_parameters("a request", request.parameters, (TIMEOUT, PRIORITY))
+            check_parameters("a request", request.parameters, (TIMEOUT, PRIORITY, SPLIT_KEY))
             asked = InferRequest(
                 model=request.model_name,
                 version=request.model_version,
@@ -323,6 +325,7 @@ class GrpcPort:
                 outputs=_outputs(request.outputs),
                 timeout=_timeout(request, context.time_remaining()),
                 priority=read_priority(_parameter(request.parameters, PRIORITY, 0)),
+                split_key=read_split_key(_parameter(request.parameters, SPLIT_KEY, "")),
                 transport="grpc",
             )
         except RequestError as error:

@@ -323,6 +323,10 @@ class HttpApi:
                 return {"GET": lambda: _readiness(self._inference.is_ready)}
             case ["v2", "repository", "index"]:
                 return {"POST": lambda: self._index(request)}
+            case ["v2", "splits"]:
+                return {"GET": lambda: _json(self._inference.traffic.described())}
+            case ["v2", "splits", name]:
+                return {"POST": lambda: self._split(name, request)}
             case ["v2", "repository", "models", name, "load" | "unload" as verb]:
                 return {"POST": lambda: self._change(name, verb, request)}
             case ["v2", "models", name, "versions", version, *rest]:
@@ -374,11 +378,28 @@ class HttpApi:
             ]
         )
 
-    def _change(self, name: str, verb: str, request: HttpRequest) -> HttpReply:
+    def _check_control(self, request: HttpRequest) -> None:
         if not self._inference.config.allow_control:
             raise ForbiddenError(NO_CONTROL)
         if not self._control.admits(request.headers.get("authorization", "")):
             raise ForbiddenError(NO_CONTROL_TOKEN)
+
+    def _split(self, name: str, request: HttpRequest) -> HttpReply:
+        self._check_control(request)
+        asked = self._json_body(request)
+        targets = asked.get("targets")
+        if not isinstance(targets, str) or asked.keys() != {"targets"}:
+            raise RequestError(
+                'the body must be {"targets": "MODEL[/VERSION][:WEIGHT],..."}, as "ads/120:90,ads/140:10"; ""'
+                " removes the split"
+            )
+        self._inference.set_split(name, targets)
+        if PEER_HEADER not in request.headers:
+            self._peers.set_split(name, request.body)
+        return _json(self._inference.traffic.described())
+
+    def _change(self, name: str, verb: str, request: HttpRequest) -> HttpReply:
+        self._check_control(request)
         parameters = self._json_body(request).get("parameters", {})
         if not isinstance(parameters, dict):
             raise RequestError("`parameters` must be an object")

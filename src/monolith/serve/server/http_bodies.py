@@ -22,6 +22,7 @@ from monolith.serve.server.inference import (
     InferRequest,
     check_parameters,
     read_priority,
+    read_split_key,
     read_timeout,
 )
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
@@ -31,6 +32,8 @@ from monolith.wire.open_inference import (
     BINARY_SIZE,
     JSON_LENGTH,
     PRIORITY,
+    SPLIT_KEY,
+    SPLIT_KEY_HEADER,
     TIMEOUT_HEADER,
 )
 
@@ -150,7 +153,7 @@ def read_infer(
     if not isinstance(message, dict):
         raise RequestError("the body must be a JSON object with `inputs`")
     parameters = _object(message, "parameters")
-    check_parameters("a request", parameters, (TIMEOUT, PRIORITY, BINARY_OUTPUT))
+    check_parameters("a request", parameters, (TIMEOUT, PRIORITY, SPLIT_KEY, BINARY_OUTPUT))
     wanted = _outputs(message)
     model, version = target
     request = InferRequest(
@@ -161,6 +164,7 @@ def read_infer(
         outputs=[name for name, _ in wanted],
         timeout=_timeout(headers, parameters),
         priority=read_priority(parameters.get(PRIORITY, 0)),
+        split_key=read_split_key(parameters.get(SPLIT_KEY, headers.get(SPLIT_KEY_HEADER, ""))),
         transport="http",
     )
     return request, BinaryOutputs(

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 
@@ -46,7 +44,8 @@ from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelOutputs, Reque
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
 from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, WireTensor, columns_of, output_tensor
-from monolith.wire.open_inference import BINARY_EXTENSION, PRIORITY
+from monolith.serve.server.traffic import TrafficRoutes
+from monolith.wire.open_inference import BINARY_EXTENSION, PRIORITY, SPLIT_KEY
 
 Parameter = bool | int | float | str
 
@@ -82,6 +81,8 @@ class InferRequest:
     """Seconds that the client waits; None if it did not say."""
     priority: int = DEFAULT_PRIORITY
     """From 1, answered first, to 9."""
+    split_key: str = ""
+    """Requests with the same key go to the same target of a split; empty draws one."""
     transport: str = "local"
 
 
@@ -154,6 +155,17 @@ def read_timeout(value: object) -> float | None:
     return value / 1e6 if value else None
 
 
+def read_split_key(value: object) -> str:
+    """Return the parameter `split_key`, or the header of that meaning.
+
+    Raises:
+        RequestError: It is not text.
+    """
+    if not isinstance(value, str):
+        raise RequestError(f"the parameter `{SPLIT_KEY}` must be text, such as the ID of the user")
+    return value
+
+
 def read_priority(value: object) -> int:
     """Return the parameter `priority`.
 
@@ -166,81 +178,6 @@ def read_priority(value: object) -> int:
             f"{_LOWEST_PRIORITY}; 0 is {DEFAULT_PRIORITY}"
         )
     return value or DEFAULT_PRIORITY
-
-
-class TrafficRoutes:
-    """Routes a requested name to a model and version, and picks its shadows. Thread-safe.
-
-    Example: with the split `ads=ads/120:90,ads/140:10`, `target("ads", "")` returns ("ads", "120") for nine
-    requests of ten; `target("ads", "140")` always returns ("ads", "140").
-
-    Args:
-        splits: Each name is answered by one of its targets, drawn in proportion to their weights.
-        shadows: Requests of each name are mirrored to its targets; the weight is the fraction of requests.
-        models: Names of the served models; they need no route.
-        generator: Random numbers for both.
-    """
-
-    def __init__(
-        self,
-        splits: Sequence[Route],
-        shadows: Sequence[Route],
-        models: Sequence[str],
-        generator: random.Random,
-    ) -> None:
-        self._random = generator
-        self._splits = {one.name: one.targets for one in splits}
-        self._weights = {one.name: list(accumulate(t.weight for t in one.targets)) for one in splits}
-        self._shadows = {one.name: one.targets for one in shadows}
-        if len(self._splits) < len(splits) or len(self._shadows) < len(shadows):
-            raise ConfigError("two routes have one name: list all of its targets in one, with their weights")
-        for route in [*splits, *shadows]:
-            for target in route.targets:
-                if target.model not in models:
-                    raise ConfigError(
-                        f"route {route.name!r}: there is no model {target.model!r}; this server has "
-                        f"{', '.join(models)}"
-                    )
-        for name in self._shadows:
-            if name not in models and name not in self._splits:
-                raise ConfigError(f"shadow of {name!r}: there is neither a model nor a split of that name")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the splits."""
-        return tuple(self._splits)
-
-    def pinned(self) -> Mapping[str, frozenset[str]]:
-        """Return for each model the versions that routes name."""
-        found: dict[str, set[str]] = defaultdict(set)
-        for targets in [*self._splits.values(), *self._shadows.values()]:
-            for target in targets:
-                if target.version:
-                    found[target.model].add(target.version)
-        return {name: frozenset(versions) for name, versions in found.items()}
-
-    def target(self, name: str, version: str) -> tuple[str, str]:
-        """Return the model and version that answer. A client that names a version gets that version."""
-        targets = self._splits.get(name)
-        if targets is None or version:
-            return name, version
-        chosen: RouteTarget = self._random.choices(targets, cum_weights=self._weights[name])[0]
-        return chosen.model, chosen.version
-
-    def main(self, name: str) -> tuple[str, str]:
-        """Return the model and version with the largest weight; its metadata describes the name."""
-        targets = self._splits.get(name)
-        if targets is None:
-            return name, ""
-        heaviest = max(targets, key=lambda target: target.weight)
-        return heaviest.model, heaviest.version
-
-    def shadows(self, name: str) -> Sequence[RouteTarget]:
-        """Return the targets that this request is mirrored to."""
-        targets = self._shadows.get(name)
-        if not targets:
-            return ()
-        return [one for one in targets if one.weight >= 1 or self._random.random() < one.weight]
 
 
 _log = logging.getLogger(__name__)
@@ -293,6 +230,8 @@ class Inference:
         self.config = config
         self.metrics = metrics
         self._clock = clock
+        self._follows = attach is not None
+        self._changing_splits = concurrency.Lock()  # one change of routes at a time; requests never take it
         self._limits = config.limits
         self._timeout = config.limits.timeout.total_seconds()
         self._access = AccessLog(config.access_log, draw, clock)
@@ -436,7 +375,7 @@ class Inference:
         if allowed <= 0:
             raise DeadlineExceededError("the deadline of the request had passed when it arrived")
         deadline = begun + allowed
-        name, version = self.traffic.target(request.model, request.version)
+        name, version = self.traffic.target(request.model, request.version, self._split_key(request))
         # The lease spans everything that touches the version: a hot swap may retire it meanwhile, and the
         # last lease to end closes it.
         with self.repository.lease(name, version) as loaded:
@@ -451,6 +390,51 @@ class Inference:
         for shadow in self.traffic.shadows(request.model):
             self._ask_shadow(shadow, request, found)
         return reply, columns.rows
+
+    def _split_key(self, request: InferRequest) -> str:
+        """Return the key of a request: its own, or the first value of the column that the config names."""
+        column = self.config.split_columns.get(request.model)
+        if request.split_key or column is None:
+            return request.split_key
+        given = request.tensors
+        for tensor in given.read() if isinstance(given, PackedInputs) else given:
+            if tensor.name == column and len(tensor.values):
+                first = tensor.values[0]
+                return first.decode("utf-8", "backslashreplace") if isinstance(first, bytes) else str(first)
+        return ""
+
+    def set_split(self, name: str, targets: str) -> None:
+        """Divide the requests for a name in another way, from the next request on.
+
+        New versions are loaded before they are asked, and those that no route names any more are closed
+        after.
+
+        Args:
+            targets: `MODEL[/VERSION][:WEIGHT],...`; one target pins the name to it, and nothing removes the
+                split.
+
+        Raises:
+            RequestError: The text is no route, or this server follows a trainer and it names a version.
+            UnknownModelError: The server has no such model or version. Nothing changes.
+            UnavailableError: A version could not be loaded. Nothing changes.
+        """
+        with self._changing_splits:
+            try:
+                changed = self.traffic.with_split(name, Route.parse(f"{name}={targets}") if targets else None)
+            except ConfigError as cause:
+                raise RequestError(str(cause)) from cause
+            if self._follows and any(changed.pinned().values()):
+                raise RequestError(
+                    "this server follows a trainer, and a split by version would make all of them equal"
+                )
+            before, after = self.traffic.pinned(), changed.pinned()
+            both = {
+                one: before.get(one, frozenset()) | after.get(one, frozenset()) for one in {*before, *after}
+            }
+            self.repository.pin(both)
+            self.traffic = changed
+            self.repository.pin(after)
+        _log.info("requests for %r go to %s", name, targets or "the model of that name")
 
     def _columns(self, request: InferRequest, loaded: LoadedVersion) -> RequestColumns:
         given = request.tensors

@@ -260,6 +260,33 @@ class Repository:
                 raise UnavailableError(f"cannot load model {name!r}: {reasons or 'it has no version'}")
             self._serve(name, loaded)
 
+    def pin(self, pinned: Mapping[str, frozenset[str]]) -> None:
+        """Serve these versions whatever the policy says, and no others in addition to it.
+
+        Raises:
+            UnknownModelError: A model or version is not there. Nothing changes.
+            UnavailableError: A version could not be loaded. Nothing changes.
+        """
+        for name in pinned:
+            self._folder(name)
+        with self._changing:
+            before = {name: folder.pinned for name, folder in self._folders.items()}
+            changed = [name for name in before if pinned.get(name, frozenset()) != before[name]]
+            for name in changed:
+                self._folders[name].pinned = pinned.get(name, frozenset())
+                for version in self._folders[name].pinned:
+                    self._folders[name].failed.pop(version, None)  # an operator asked for it: try again
+                self._refresh_model(name)
+            for name in changed:
+                for version in sorted(self._folders[name].pinned - self._serving[name].keys()):
+                    why = self._folders[name].failed.get(version)
+                    for each in changed:
+                        self._folders[each].pinned = before[each]
+                        self._refresh_model(each)
+                    if why is not None:
+                        raise UnavailableError(f"cannot load version {version} of model {name!r}: {why[0]}")
+                    raise UnknownModelError(f"model {name!r} has no version {version[:200]!r} to serve")
+
     def unload(self, name: str) -> None:
         """Stop serving a model; requests in flight finish first."""
         folder = self._folder(name)
