@@ -46,9 +46,11 @@ from monolith.serve.server.inference import (
     PLATFORM,
     SERVER_NAME,
     UNLOAD_PARAMETERS,
+    VERSION,
     Inference,
     check_parameters,
     code_of,
+    read_version,
 )
 from monolith.serve.server.processes import PEER_HEADER, ServerProcesses
 from monolith.wire.open_inference import JSON_LENGTH
@@ -329,6 +331,8 @@ class HttpApi:
                 return {"POST": lambda: self._split(name, request)}
             case ["v2", "repository", "models", name, "load" | "unload" as verb]:
                 return {"POST": lambda: self._change(name, verb, request)}
+            case ["v2", "models", "stats"]:
+                return {"GET": lambda: self._statistics("", "")}
             case ["v2", "models", name, "versions", version, *rest]:
                 return self._model(name, version, rest, request)
             case ["v2", "models", name, *rest]:
@@ -345,6 +349,8 @@ class HttpApi:
                 return {"GET": lambda: _readiness(self._inference.has_ready(name, version), name)}
             case ["infer"]:
                 return {"POST": lambda: self._infer(name, version, request)}
+            case ["stats"]:
+                return {"GET": lambda: self._statistics(name, version)}
         return None
 
     def _metrics(self, request: HttpRequest) -> HttpReply:
@@ -365,6 +371,9 @@ class HttpApi:
                 "outputs": [_tensor(one) for one in signature.outputs],
             }
         )
+
+    def _statistics(self, name: str, version: str) -> HttpReply:
+        return _json({"model_stats": self._inference.statistics(name, version)})
 
     def _index(self, request: HttpRequest) -> HttpReply:
         asked = self._json_body(request)
@@ -409,9 +418,9 @@ class HttpApi:
             repository.load(name)
         else:
             check_parameters("an unload", parameters, UNLOAD_PARAMETERS)
-            repository.unload(name)
+            repository.unload(name, read_version(parameters.get(VERSION, "")))
         if PEER_HEADER not in request.headers:
-            self._peers.tell(verb, name)
+            self._peers.tell(verb, name, {VERSION: parameters[VERSION]} if VERSION in parameters else None)
         return _json({})
 
     def _infer(self, name: str, version: str, request: HttpRequest) -> HttpReply:

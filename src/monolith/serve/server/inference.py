@@ -19,6 +19,7 @@ import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +38,8 @@ from monolith.errors import (
 )
 from monolith.serve.config import Route, RouteTarget, ServeConfig, ServedFolder
 from monolith.serve.manifest import Signature
-from monolith.serve.metrics import AccessLog, ServeMetrics
-from monolith.serve.predictor import Predictor
+from monolith.serve.metrics import AccessLog, ServeMetrics, VersionStatistics
+from monolith.serve.predictor import Prediction, Predictor
 from monolith.serve.served_log import ServedLog
 from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelOutputs, RequestBatcher
 from monolith.serve.server.canary import Canary
@@ -100,12 +101,13 @@ class InferReply:
 
 SERVER_NAME = "monolith"
 PLATFORM = "pytorch_monolith"
-EXTENSIONS = (BINARY_EXTENSION, "model_repository")
+EXTENSIONS = (BINARY_EXTENSION, "model_repository", "statistics")
 TIMEOUT = "timeout"
 """A parameter of a request, as Triton has it: microseconds."""
 _LOWEST_PRIORITY = 9
-UNLOAD_PARAMETERS = ("unload_dependents",)
-"""Sent by Triton's clients with every unload; no model here depends on another."""
+VERSION = "version"
+UNLOAD_PARAMETERS = ("unload_dependents", VERSION)
+"""The first is sent by Triton's clients with every unload; no model here depends on another."""
 NO_CONTROL = "this server does not load or unload models on request; start it with --allow-control"
 NO_CONTROL_TOKEN = "loading or unloading a model needs the control token, not the predict token"
 INTERNAL = "the server failed to answer this request; its log says why"
@@ -154,6 +156,17 @@ def read_timeout(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
         raise RequestError(f"the parameter `{TIMEOUT}` must be a whole number of microseconds")
     return value / 1e6 if value else None
+
+
+def read_version(value: object) -> str:
+    """Return the parameter `version` of an unload; empty for all versions.
+
+    Raises:
+        RequestError: It is not a text.
+    """
+    if not isinstance(value, str):
+        raise RequestError(f"the parameter `{VERSION}` must be a text")
+    return value
 
 
 def read_split_key(value: object) -> str:
@@ -333,7 +346,27 @@ class Inference:
 
     def index(self, ready: bool = False) -> list[ModelStatus]:
         lines = self.repository.index()
+        for name, targets in self.traffic.described().items():
+            state = "READY" if self.has_ready(name) else "UNAVAILABLE"
+            lines.append(ModelStatus(name, "", state, f"split: {targets}"))
         return [line for line in lines if line.state == "READY"] if ready else lines
+
+    def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Return the statistics of all versions that can answer; of one model, or version, if it is named.
+
+        Raises:
+            UnknownModelError: The server has no such model or version.
+        """
+        found: list[dict[str, Any]] = []
+        models = self.repository.names
+        if name:
+            model, version = (name, version) if version else self.traffic.main(name)
+            models = (model,)
+        for model in models:
+            for one in (version,) if version else self.repository.versions(model):
+                with self.repository.lease(model, one) as loaded:
+                    found.append({"name": model, "version": one, **loaded.statistics.read()})
+        return found
 
     def stop_being_ready(self) -> None:
         """Report the server as not ready, so that load balancers stop sending; late requests are still
@@ -355,13 +388,19 @@ class Inference:
             self._log.close()
         self.repository.close()
 
-    def _batcher(self, model: Predictor) -> RequestBatcher:
+    def _batcher(self, name: str, model: Predictor, statistics: VersionStatistics) -> RequestBatcher:
+        def predict(columns: Any, *, deadline: float | None = None) -> Prediction:
+            begun = self._clock()
+            found = model.predict(columns, deadline=deadline)
+            statistics.computed(self._clock() - begun)
+            return found
+
         return RequestBatcher(
-            model.predict,
+            predict,
             self.config.batching,
             limits=self._limits,
             clock=self._clock,
-            report=lambda requests, rows: self.metrics.batched(model.name, requests, rows),
+            report=lambda requests, rows: self.metrics.batched(name, requests, rows),
         )
 
     def _enter(self) -> None:
@@ -390,11 +429,16 @@ class Inference:
             # The lease spans everything that touches the version: a hot swap may retire it meanwhile, and the
             # last lease to end closes it.
             with self.repository.lease(name, version) as loaded:
-                columns = self._columns(request, loaded)
-                found = loaded.batcher.run(columns, deadline, request.priority)
+                try:
+                    columns = self._columns(request, loaded)
+                    found = loaded.batcher.run(columns, deadline, request.priority)
+                    reply = _reply(request, name, loaded, found)
+                except Exception:
+                    loaded.statistics.failed(self._clock() - begun)
+                    raise
+                loaded.statistics.answered(columns.rows, self._clock() - begun)
                 if found.missing:
                     self.metrics.missing(found.missing)
-                reply = _reply(request, name, loaded, found)
                 if self._log is not None:
                     self._log.offer(request.id, name, loaded.model, columns, found)
         except Exception as error:

@@ -11,7 +11,7 @@ import http.client
 import json
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -52,9 +52,10 @@ class ServerProcesses:
         """The socket on which this process listens for its peers."""
         return None if self._folder is None else self._path(self.index)
 
-    def tell(self, verb: str, model: str) -> None:
+    def tell(self, verb: str, model: str, parameters: Mapping[str, str] | None = None) -> None:
         """Have the peers load or unload a model, too."""
-        self._tell(f"{verb} model {model!r}", f"/v2/repository/models/{quote(model, safe='')}/{verb}")
+        said = json.dumps({"parameters": dict(parameters or {})}).encode()
+        self._tell(f"{verb} model {model!r}", f"/v2/repository/models/{quote(model, safe='')}/{verb}", said)
 
     def set_split(self, name: str, body: bytes) -> None:
         """Have the peers divide the requests for a name in the same way."""
