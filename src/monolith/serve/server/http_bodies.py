@@ -26,6 +26,7 @@ from monolith.serve.server.inference import (
     check_parameters,
     read_filter,
     read_priority,
+    read_split_key,
     read_timeout,
 )
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
@@ -35,6 +36,8 @@ from monolith.wire.open_inference import (
     BINARY_SIZE,
     JSON_LENGTH,
     PRIORITY,
+    SPLIT_KEY,
+    SPLIT_KEY_HEADER,
     TIMEOUT_HEADER,
 )
 
@@ -160,7 +163,7 @@ def read_infer(
     if not isinstance(message, dict):
         raise RequestError("the body must be a JSON object with `inputs`")
     parameters = _object(message, "parameters")
-    known = (TIMEOUT, PRIORITY, BINARY_OUTPUT, *((TOP_K, FILTER) if topk else ()))
+    known = (TIMEOUT, PRIORITY, SPLIT_KEY, BINARY_OUTPUT, *((TOP_K, FILTER) if topk else ()))
     check_parameters("a request", parameters, known)
     wanted = _outputs(message)
     model, version = target
@@ -172,6 +175,7 @@ def read_infer(
         outputs=[name for name, _ in wanted],
         timeout=_timeout(headers, parameters),
         priority=read_priority(parameters.get(PRIORITY, 0)),
+        split_key=read_split_key(parameters.get(SPLIT_KEY, headers.get(SPLIT_KEY_HEADER, ""))),
         transport="http",
         topk=TopK(parameters.get(TOP_K, 10), read_filter(parameters.get(FILTER, {}))) if topk else None,
     )

@@ -9,6 +9,7 @@ stop sending; it accepts no new requests; it drains the requests in flight; it c
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import ssl
@@ -107,6 +108,7 @@ class InferenceServer:
         self.grpc_address: str | None = None
         try:
             self.inference.repository.refresh()
+            self._take_splits()
             self._listen()
         except BaseException:
             self.close()
@@ -190,10 +192,21 @@ class InferenceServer:
             )
         follower.attach(predictor)
 
+    def _take_splits(self) -> None:
+        """Divide requests as the other processes do, which an operator may have changed since they began."""
+        known, now = self.inference.traffic.described(), self._peers.splits()
+        if now is not None:
+            for name in {*known, *now}:
+                if known.get(name) != now.get(name):
+                    self.inference.set_split(name, now.get(name, ""))
+
     def _poll(self) -> None:
         while not self._stop.wait(self.config.poll.total_seconds()):
             try:
                 self.inference.repository.refresh()
+                if self._peers.index == 0:  # one process decides for all
+                    for name, targets in self.inference.guide_canaries().items():
+                        self._peers.set_split(name, json.dumps({"targets": targets}).encode())
             except Exception:  # whatever it is, the loaded models still answer
                 _log.exception("polling for new versions failed")
 
