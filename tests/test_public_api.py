@@ -19,9 +19,10 @@ KeepConfig SaveConfig RestoreConfig ExpiryConfig ScheduleConfig load_task
 Run RunConfig load_run_config ClusterConfig DiscoveryConfig FailoverConfig JobConfig Discovery FilesDiscovery
 ZooKeeperDiscovery ConsulDiscovery
 Checkpointer Saver TablesPart DensePart RestoreOptions list_checkpoints find_checkpoint read_contents
-Predictor Prediction Publisher Subscriber PublishConfig GuardConfig
+Predictor Prediction Client AsyncClient ClientOptions ClientAnswer
+Publisher Subscriber PublishConfig GuardConfig
 MonolithError ConfigError MissingExtraError DataError TrainingError TableError SaveError RestoreError
-ExportError RequestError RetryableError
+ExportError RequestError RetryableError StaleAnswerError
 """
 
 

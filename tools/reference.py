@@ -62,11 +62,12 @@ AREAS = {
         read_contents
     """,
     "serving": """
-        Predictor Prediction Publisher Subscriber PublishConfig GuardConfig
+        Predictor Prediction Client AsyncClient ClientOptions ClientAnswer Publisher Subscriber
+        PublishConfig GuardConfig
     """,
     "errors": """
         MonolithError ConfigError MissingExtraError DataError TrainingError TableError SaveError
-        RestoreError ExportError RequestError RetryableError
+        RestoreError ExportError RequestError RetryableError StaleAnswerError
     """,
 }
 """Area -> the names it documents. Together they are all of `monolith.__all__`."""

@@ -43,6 +43,7 @@ from monolith.errors import (
     RestoreError,
     RetryableError,
     SaveError,
+    StaleAnswerError,
     TableError,
     TrainingError,
 )
@@ -79,7 +80,7 @@ from monolith.runtime import Run, Trainer, TrainReport
 from monolith.runtime.cluster_config import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_loading import load_run_config
-from monolith.serve import Prediction, Predictor
+from monolith.serve import AsyncClient, Client, ClientAnswer, ClientOptions, Prediction, Predictor
 from monolith.store import AllToAllStore, LocalStore, ParameterServerStore, Store
 from monolith.sync import GuardConfig, PublishConfig, Publisher, Subscriber
 from monolith.table import (
@@ -135,11 +136,15 @@ __all__ = [
     "AdmissionConfig",
     "AllToAllStore",
     "ArrowSource",
+    "AsyncClient",
     "Batch",
     "BucketFeature",
     "Checkpointer",
     "ClickLog",
     "ClickLogConfig",
+    "Client",
+    "ClientAnswer",
+    "ClientOptions",
     "ClusterConfig",
     "ConfigError",
     "Constant",
@@ -229,6 +234,7 @@ __all__ = [
     "Shard",
     "ShuffleConfig",
     "Source",
+    "StaleAnswerError",
     "Store",
     "Subscriber",
     "Sum",

@@ -44,6 +44,7 @@ One tree, so that a caller can catch a single error, a group or all of them:
     │       │   └── LostStateError     it restarted, and has lost the state
     │       ├── OverloadedError        a server has as many requests as its limits allow
     │       ├── DeadlineExceededError  it took longer than allowed                   (also TimeoutError)
+    │       ├── StaleAnswerError       a server's rows are older than its client accepts; has the answer
     │       └── NodeAliveCheckerError  nodes do not answer; names them               (also ConnectionError)
     ├── AcceleratorError        a GPU, its driver or its compiler is missing or refused (also RuntimeError)
     ├── MetricError             a metric got values it cannot measure                (also ValueError)
@@ -68,6 +69,8 @@ expected value, and the remedy.
 from __future__ import annotations
 
 import errno
+from datetime import timedelta
+from typing import Any
 
 
 class MonolithError(Exception):
@@ -336,6 +339,31 @@ class OverloadedError(RetryableError):
 
 class DeadlineExceededError(RetryableError, TimeoutError):
     """An operation took longer than allowed."""
+
+
+class StaleAnswerError(RetryableError):
+    """A server answered with rows that are older than its client accepts.
+
+    Attributes:
+        answer: The answer, a `monolith.serve.ClientAnswer`, for clients that prefer it to none.
+        staleness: The age of its rows, a `timedelta`; None if the server does not know it.
+
+    Examples:
+        >>> from datetime import timedelta
+        >>> from monolith import StaleAnswerError
+        >>> error = StaleAnswerError("ads", timedelta(seconds=90), timedelta(seconds=5))
+        >>> str(error).partition(". ")[0]
+        "the rows of model 'ads' are 90 s old, the client accepts 5 s"
+    """
+
+    def __init__(self, model: str, staleness: timedelta | None, most: timedelta, answer: Any = None) -> None:
+        age = "of unknown age" if staleness is None else f"{staleness.total_seconds():g} s old"
+        super().__init__(
+            f"the rows of model {model!r} are {age}, the client accepts {most.total_seconds():g} s. Use "
+            "`error.answer`, or see the server's log: does it still follow its trainer?"
+        )
+        self.staleness = staleness
+        self.answer = answer
 
 
 class NodeAliveCheckerError(RetryableError, ConnectionError):

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, MonolithError, UnavailableError
 from monolith.runtime import LocalRun, Trainer
 from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import how_to_export, task_exporter
-from monolith.serve.client import ClientAnswer, HttpTransport
+from monolith.serve.client import Client, ClientOptions
+from monolith.serve.client_wire import ClientAnswer
 from monolith.serve.freshness_probe import quantile
 from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
@@ -158,10 +158,10 @@ def measure_answers(report: Report, job: FreshnessJob, root: Path, options: Benc
         free_url() as url,
         TrainerProcess(job, url, interval_of(options)) as trainer,
         served(root, follow=url) as ports,
-        asking(ports["http"]) as wire,
+        asking(ports["http"]) as client,
     ):
         trainer.wait_until_started()
-        watch = MarkWatch(job, trainer.began, wire, NAME)
+        watch = MarkWatch(job, trainer.began, client, NAME)
         wait_for(lambda: followed(watch.ask([NOBODY]).parameters), "the server does not follow")
         watch.pass_over()
         watch.watch(max(1, options.marks // 20))  # to warm up
@@ -209,10 +209,10 @@ def measure_file(report: Report, job: FreshnessJob, root: Path, options: BenchFr
         EventsWriter(job) as events,
         TrainerProcess(job, url, interval_of(options)) as trainer,
         served(root, follow=url) as ports,
-        asking(ports["http"]) as wire,
+        asking(ports["http"]) as client,
     ):
         trainer.wait_until_started()
-        watch = MarkWatch(job, events.began, wire, NAME)
+        watch = MarkWatch(job, events.began, client, NAME)
         wait_for(lambda: followed(watch.ask([NOBODY]).parameters), "the server does not follow")
         watch.pass_over()
         watch.watch(max(1, marks // 20))  # to warm up
@@ -371,21 +371,21 @@ def measure_serving(report: Report, root: Path, options: BenchFreshnessOptions) 
             seed=options.seed,
         ) as feed,
         served(root, follow=feed.url) as ports,
-        asking(ports["http"]) as wire,
+        asking(ports["http"]) as client,
     ):
         feed.publish()
-        wait_for(lambda: step_of(wire, made) == feed.sequence, "the server does not follow")
+        wait_for(lambda: step_of(client, made) == feed.sequence, "the server does not follow")
         load = Wire("grpc", ports["grpc"], int(ports["process"]), request)
         for turn in range(options.repeats):
             report.say(f"requests of {case}, round {turn + 1}")
             for applying in (False, True):
-                before, begun = step_of(wire, made), time.monotonic()
+                before, begun = step_of(client, made), time.monotonic()
                 if applying:
                     feed.go()
                 rates[applying].append(over_wire(load, case, made.seconds))
                 feed.rest()
                 if applying:
-                    steps = step_of(wire, made) - before
+                    steps = step_of(client, made) - before
                     applied.append(steps * feed.rows / (time.monotonic() - begun))
     report.add("rows applied", "rows_per_s", max(applied), "rows/s")
     at_rest, busy = (best_load(rates[applying]) for applying in (False, True))
@@ -408,23 +408,19 @@ def p99_ms(load: LoadSeen) -> float:
     return load.p99 * 1e3
 
 
-def step_of(wire: HttpTransport, made: BenchServeOptions) -> int:
+def step_of(client: Client, made: BenchServeOptions) -> int:
     """Return the step that the server's answers have learned up to."""
-    return int(ask_made_up(wire, {name: [0] for name in names_of(made.features)}).parameters.get("step", 0))
+    return int(ask_made_up(client, {name: [0] for name in names_of(made.features)}).parameters.get("step", 0))
 
 
-def scores(wire: HttpTransport, columns: Mapping[str, Sequence[int]]) -> Mapping[str, list[Any]]:
+def scores(client: Client, columns: Mapping[str, Sequence[int]]) -> Mapping[str, list[Any]]:
     """Return what the server says of some rows."""
-    return ask_made_up(wire, columns).outputs
+    return {name: values.tolist() for name, values in ask_made_up(client, columns).outputs.items()}
 
 
-def ask_made_up(wire: HttpTransport, columns: Mapping[str, Sequence[int]]) -> ClientAnswer:
+def ask_made_up(client: Client, columns: Mapping[str, Sequence[int]]) -> ClientAnswer:
     """Ask the made-up model, with as many ids of each feature as rows."""
-    inputs = [
-        {"name": name, "datatype": "INT64", "shape": [len(ids)], "data": list(ids)}
-        for name, ids in columns.items()
-    ]
-    return wire.infer(NAME, "", inputs)
+    return client.predict(NAME, columns)
 
 
 # Rolling back
@@ -442,23 +438,23 @@ def measure_rollback(report: Report, root: Path, options: BenchFreshnessOptions)
         with (
             RowFeed(widths, ids=rows // made.features, rows=min(rows, 100_000), interval=1.0) as feed,
             served(root, follow=feed.url) as ports,
-            asking(ports["http"]) as wire,
+            asking(ports["http"]) as client,
         ):
-            took.append(seconds_back(feed, wire))
+            took.append(seconds_back(feed, client))
     report.add(f"rolling back to a version of {rows:,} rows", "seconds", min(took), "s")
     report.add(f"rolling back to a version of {rows:,} rows, longest", "longest_seconds", max(took), "s")
     report.show("From the trainer's word to an answer of the exported version")
 
 
-def seconds_back(feed: RowFeed, wire: HttpTransport) -> float:
+def seconds_back(feed: RowFeed, client: Client) -> float:
     """Return how long it takes until rows that a delta changed are answered as they were exported."""
     asked = feed.next_ids(8)
-    exported = scores(wire, asked)
+    exported = scores(client, asked)
     feed.publish()
-    wait_for(lambda: scores(wire, asked) != exported, "the server does not follow")
+    wait_for(lambda: scores(client, asked) != exported, "the server does not follow")
     begun = time.monotonic()
     feed.go_back("1")
-    wait_for(lambda: scores(wire, asked) == exported, "the server does not roll back")
+    wait_for(lambda: scores(client, asked) == exported, "the server does not roll back")
     return time.monotonic() - begun
 
 
@@ -475,13 +471,9 @@ def free_url() -> Iterator[str]:
 
 
 @contextmanager
-def asking(address: str) -> Iterator[HttpTransport]:
-    host, _, port = address.rpartition(":")
-    wire = HttpTransport(host, int(port), None, Guard(), 10.0)
-    try:
-        yield wire
-    finally:
-        wire.close()
+def asking(address: str) -> Iterator[Client]:
+    with Client(f"http://{address}", options=ClientOptions(retries=0)) as client:
+        yield client
 
 
 def wait_for(reached: Callable[[], bool], otherwise: str, *, pause: float = 0.005) -> None:

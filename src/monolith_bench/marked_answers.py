@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monolith.serve.client import ClientAnswer, HttpTransport
+from monolith.serve.client import Client
+from monolith.serve.client_wire import ClientAnswer
 from monolith.serve.freshness_probe import up_to_of
 from monolith.serve.rows import STAGES
 from monolith_bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob
@@ -62,7 +63,7 @@ class MarkWatch:
         self,
         job: FreshnessJob,
         began: float,
-        wire: HttpTransport,
+        client: Client,
         model: str,
         *,
         pause: float = 0.01,
@@ -71,7 +72,7 @@ class MarkWatch:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._job, self._began = job, began
-        self._wire, self._model = wire, model
+        self._client, self._model = client, model
         self._pause, self._patience = pause, patience
         self._clock, self._sleep = clock, sleep
         self.next = 0
@@ -110,11 +111,7 @@ class MarkWatch:
     def ask(self, items: Sequence[int]) -> ClientAnswer:
         """Return what the server says of items and a user that it does not know."""
         columns = {"user": [NOBODY] * len(items), "item": list(items)}
-        inputs = [
-            {"name": name, "datatype": "INT64", "shape": [len(ids)], "data": ids}
-            for name, ids in columns.items()
-        ]
-        return self._wire.infer(self._model, "", inputs)
+        return self._client.predict(self._model, columns)
 
     def _known(self, waiting: Sequence[int]) -> list[MarkSeen]:
         answer = self.ask([NOBODY, *(MARKED + number for number in waiting)])

@@ -10,6 +10,8 @@ JSON, and gRPC and binary HTTP with raw bytes. All are measured by turns; the be
 
 Processor time is what a request costs: user and system time of all processes of a server while a client asks,
 divided by the requests that were answered. It depends less on what else the machine does than requests/s.
+
+Last, requests that rank 500 items for one user are compared with the same requests in full rows.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +88,7 @@ def run(options: BenchServeOptions) -> int:
             report.add("load", "seconds", time.perf_counter() - begun, "s")
             measure_alone(report, predictor, options)
             measure_served(report, predictor, root, options)
+            measure_ranking(report, root, options)
     report.finish()
     if options.json:
         report.print_json()
@@ -180,6 +184,39 @@ def measure_served(report: Report, predictor: Predictor, root: Path, options: Be
                 add_case(report, case, {way: best_of(seen) for way, seen in rounds.items()})
                 report.show(f"Requests of {case}")
     inference.close()
+
+
+def measure_ranking(report: Report, root: Path, options: BenchServeOptions) -> None:
+    """Compare requests that rank many items with one row of the user with the same in full rows.
+
+    What counts is the processor time of the server: a client that sends less also waits less.
+    """
+    items, count = 20 if options.quick else 500, round(options.features * 18 / 26)
+    names = names_of(options.features)
+    (full,) = columns_of(options, items, 1)
+    short = {name: full[name][:1] if name in names[:count] else full[name] for name in names}
+    full = {name: np.repeat(short[name], items) if name in names[:count] else full[name] for name in names}
+    case = f"candidates, {count} user and {len(names) - count} item features, {items} items"
+    report.say(case)
+    ways: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], bytes]]] = {
+        "HTTP, JSON": ("http", http_request),
+        "HTTP, binary": ("http", partial(http_request, binary=True)),
+        "gRPC": ("grpc", grpc_request),
+    }
+    with served(root) as ports:
+        for way, (kind, request) in ways.items():
+            wires = [Wire(kind, ports[kind], int(ports["process"]), request(one)) for one in (short, full)]
+            rounds = [
+                [over_wire(wire, ServeCase(items, 1), options.seconds / options.repeats) for wire in wires]
+                for _ in range(options.repeats)
+            ]
+            ours, theirs = (best_of(seen) for seen in zip(*rounds, strict=True))
+            baseline, found = f"{case}, {way}, full rows", _numbers(ours)
+            for metric, (value, unit) in _numbers(theirs).items():
+                report.add(baseline, metric, value, unit)
+                if metric in found:  # a very short run has no processor time
+                    report.compare(f"{case}, {way}", metric, found[metric][0], unit, {baseline: value})
+    report.show("Ranking: one row of the user compared with full rows")
 
 
 def best_of(rounds: Sequence[LoadSeen]) -> LoadSeen:

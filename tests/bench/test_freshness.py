@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from services import warm
@@ -17,7 +18,7 @@ pytest.importorskip("uvicorn")
 
 from monolith.cli.main import main
 from monolith.data.records import LABEL
-from monolith.serve.client import ClientAnswer
+from monolith.serve import ClientAnswer
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.sync.messages import Delta, PublishState
 from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
@@ -148,24 +149,24 @@ def test_marked_events_show_items_by_their_number() -> None:
 # Answers
 
 
-class KnowingWire:
+class KnowingClient:
     """Answers as a server that knows of a mark some time after it happened."""
 
     def __init__(self, clock: FakeClock, known_after: Mapping[int, float]) -> None:
         self._clock = clock
         self._known_at = {MARKED + n: 1000.0 + JOB.mark_at(n) + after for n, after in known_after.items()}
 
-    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> ClientAnswer:
-        (items,) = (one["data"] for one in inputs if one["name"] == "item")
+    def predict(self, model: str, columns: Mapping[str, Sequence[int]]) -> ClientAnswer:
+        items = columns["item"]
         assert items[0] == NOBODY
         scores = [0.5 + 0.1 * (self._known_at.get(item, 1e9) <= self._clock()) for item in items]
-        return ClientAnswer(model, version, {HEAD: scores})
+        return ClientAnswer(model, "1", {HEAD: np.array(scores)})
 
 
 def test_a_mark_is_known_when_its_answer_is_another_than_that_of_an_unseen_item() -> None:
     clock = FakeClock()
-    wire: Any = KnowingWire(clock, {0: 0.3, 1: 0.04, 2: 0.0})
-    watch = MarkWatch(JOB, 1000.0, wire, "m", clock=clock, sleep=clock.sleep)
+    client: Any = KnowingClient(clock, {0: 0.3, 1: 0.04, 2: 0.0})
+    watch = MarkWatch(JOB, 1000.0, client, "m", clock=clock, sleep=clock.sleep)
     seen = {one.number: one.seconds for one in watch.watch(3)}
     assert seen == pytest.approx({0: 0.3, 1: 0.04, 2: 0.0}, abs=0.011)
     assert (watch.next, watch.lost) == (3, 0)
@@ -173,8 +174,8 @@ def test_a_mark_is_known_when_its_answer_is_another_than_that_of_an_unseen_item(
 
 def test_a_mark_that_no_answer_knows_is_counted() -> None:
     clock = FakeClock()
-    wire: Any = KnowingWire(clock, {1: 0.1})
-    watch = MarkWatch(JOB, 1000.0, wire, "m", patience=2.0, clock=clock, sleep=clock.sleep)
+    client: Any = KnowingClient(clock, {1: 0.1})
+    watch = MarkWatch(JOB, 1000.0, client, "m", patience=2.0, clock=clock, sleep=clock.sleep)
     assert [one.number for one in watch.watch(2)] == [1]
     assert watch.lost == 1
 
@@ -182,8 +183,8 @@ def test_a_mark_that_no_answer_knows_is_counted() -> None:
 def test_earlier_marks_may_be_skipped() -> None:
     clock = FakeClock()
     clock.now += 0.6
-    wire: Any = KnowingWire(clock, {})
-    watch = MarkWatch(JOB, 1000.0, wire, "m", clock=clock, sleep=clock.sleep)
+    client: Any = KnowingClient(clock, {})
+    watch = MarkWatch(JOB, 1000.0, client, "m", clock=clock, sleep=clock.sleep)
     watch.pass_over()
     assert watch.next == 3
 

@@ -26,10 +26,8 @@ from monolith.cli.main import main, parse_options
 from monolith.cli.options.serve import ServeOptions
 from monolith.cli.serve import chosen_folder, chosen_text, command_of, peers_of, serve_config, trainer_of
 from monolith.cluster import open_discovery_url
-from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, UnavailableError
-from monolith.serve import Predictor
-from monolith.serve.client import open_client
+from monolith.serve import Client, ClientOptions, Predictor
 from monolith.serve.exporter import ExportHow
 from monolith.serve.versions import list_versions
 from monolith.sync.channel_url import open_writer
@@ -172,8 +170,8 @@ def test_a_folder_is_served_asked_and_switched_and_sigterm_ends_it_well(servable
         about = json.loads(server.get(f"/v2/models/{first['model']}")[1])
         shapes = {one["name"]: one["shape"] for one in about["inputs"]}
         assert (shapes["item"], shapes["history"]) == ([-1], [-1, -1])  # one value, and a list
-        with open_client(server.said("grpc")) as asker:
-            told = {one.name: list(one.shape) for one in asker._transport.inputs(first["model"], "")}
+        with Client(server.said("grpc")) as client:
+            told = {one.name: list(one.shape) for one in client.inputs(first["model"])}
         assert told == shapes
         row = json.loads(words[words.index("--row") + 1])
         for wrong, says in (({"item": [1, 2]}, "reads one value"), ({}, None)):
@@ -316,8 +314,8 @@ def test_a_killed_process_fails_only_what_was_in_flight_and_is_restarted(servabl
         def ask(row: int) -> None:
             while not stop.is_set():
                 try:
-                    with open_client(server.url, Guard()) as asker:
-                        found = asker.ask(name, [rows[row]]).outputs["click"]
+                    with Client(server.url, options=ClientOptions(retries=0)) as client:
+                        found = client.predict(name, [rows[row]]).outputs["click"]
                     outcomes.append("right" if found == pytest.approx([wanted[row]]) else "wrong")
                 except (UnavailableError, OSError):
                     outcomes.append("failed")

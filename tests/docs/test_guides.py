@@ -11,6 +11,7 @@ import pytest
 from services import warm
 
 from monolith.checkpoint import read_manifest, saved_spec
+from monolith.data import format_of
 from monolith.runtime.report import read_run_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -159,10 +160,31 @@ def check_serving(names: dict[str, Any]) -> None:
     assert len(set(clicks)) == 3
     assert all(0 < click < 1 for click in clicks)
     assert names["said"] == "row 0 of 1: features.price: column 'price' is [inf]"
+    assert len(set(names["ranked"].tolist())) > 50
     served = names["served_clicks"]
+    assert names["client_clicks"].tolist() == pytest.approx(served, abs=1e-6)
+    assert names["both"] == pytest.approx([served[0]] * 2, abs=1e-6)
+    assert names["asked_step"] > 0
+    assert names["asked_age"].total_seconds() > 0
     assert served[0] > served[1]  # u0004 likes drama, u0001 does not like westerns
     assert names["served"]["parameters"]["step"] > 0
     assert names["status"] == 0
+
+
+def check_closed_loop(names: dict[str, Any]) -> None:
+    joined = [chunk.records for chunk in format_of(names["joined"]).chunks(names["joined"])]
+    labels = [label for records in joined for label in records["label"].flat_values.tolist()]
+    assert len(labels) == 120
+    pairs = [
+        (int(user[1:]), movie)
+        for _, rows in names["served"]
+        for user, movie in zip(rows["user"][1], rows["movie"][1], strict=True)
+    ]
+    assert sum(labels) == sum((user + movie) % 3 == 0 for user, movie in pairs)
+    newest = Path(names["folder"], "second", "checkpoint").read_text().split('"')[1]
+    manifest = read_manifest(str(Path(names["folder"], "second", Path(newest).name))).manifest
+    assert manifest.step == 22  # 20 on the raw data, and 2 on what was served
+    assert (names["same"], names["skewed"]) == (0, 1)
 
 
 def check_page(names: dict[str, Any]) -> None:
@@ -180,6 +202,7 @@ def check_publishing(names: dict[str, Any]) -> None:
 CLAIMS = {
     "notebook.md": check_notebook,
     "changing.md": check_changing,
+    "closed-loop.md": check_closed_loop,
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
     "features.md": check_features,

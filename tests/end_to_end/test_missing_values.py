@@ -30,8 +30,7 @@ from monolith.feature import (
     SequenceFeature,
 )
 from monolith.model import DeepInterest
-from monolith.serve import Predictor
-from monolith.serve.client import open_client
+from monolith.serve import Client, Predictor
 from monolith.serve.request_reader import RequestReader
 from monolith.serve.server import InferenceServer, ServeConfig, VersionPolicy
 from monolith.serve.server.catalog import ServableCatalog, served_folder
@@ -336,10 +335,10 @@ def test_servers_and_their_clients_know_missing_values_as_well(root: Path, score
         config, [served_folder(str(root), VersionPolicy.parse("latest"))], ServableCatalog({"threads": 1})
     ) as server:
         for url in (server.http_url, f"grpc://{server.grpc_address}"):
-            with open_client(url) as asker:
+            with Client(url) as client:
                 for some in (rows, absent):
-                    assert asker.ask("clicks", some).outputs["click"] == pytest.approx(scores, abs=1e-7)
-                alone = asker.ask("clicks", [{"user": "ann"}]).outputs["click"]
-                assert (
-                    alone == asker.ask("clicks", [dict.fromkeys(INPUTS) | {"user": "ann"}]).outputs["click"]
-                )
+                    found = client.predict("clicks", some).outputs["click"]
+                    assert found == pytest.approx(scores, abs=1e-7)
+                alone = client.predict("clicks", [{"user": "ann"}]).outputs["click"]
+                empty = client.predict("clicks", [dict.fromkeys(INPUTS) | {"user": "ann"}]).outputs["click"]
+                assert alone.tolist() == empty.tolist()

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from monolith.errors import ConfigError, DeadlineExceededError
-from monolith.serve.client import ClientAnswer
+from monolith.serve import ClientAnswer
 from monolith.serve.freshness_probe import FolderEvents, FreshnessProbe, open_events, quantile, stages_of
 
 ROW = {"user": "ann", "tags": ["a"], "item": 7, "click": 1.0, "time": 0}
@@ -48,7 +49,7 @@ class Trainer:
     def ask(self, model: str, rows: Sequence[Mapping[str, Any]], version: str = "") -> ClientAnswer:
         known = [row[self.column] for at, row in self.written if self.now >= at + self.lag]
         scores = [float(row[self.column] in known) + self.drift for row in rows]
-        return ClientAnswer(model, version or "1", {"click": scores}, dict(STAMPS))
+        return ClientAnswer(model, version or "1", {"click": np.array(scores)}, dict(STAMPS))
 
 
 def probe_of(trainer: Trainer, column: str, **how: Any) -> FreshnessProbe:
@@ -90,7 +91,7 @@ def test_dense_weights_that_move_are_not_taken_for_the_event() -> None:
 
 def test_a_column_that_tells_unseen_ids_apart_cannot_be_used() -> None:
     trainer = Trainer()
-    trainer.ask = lambda *_: ClientAnswer("ads", "1", {"click": [0.1, 0.2]})  # type: ignore[method-assign]
+    trainer.ask = lambda *_: ClientAnswer("ads", "1", {"click": np.array([0.1, 0.2])})  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="answers two unseen IDs"):
         probe_of(trainer, "user").probe(trainer, timeout=3)
     assert trainer.written == []

@@ -30,7 +30,7 @@ from monolith.model import (
     MMoE,
     TwoTower,
 )
-from monolith.serve.dense import DenseGraph, clean_graph
+from monolith.serve.dense import DenseGraph, _without_python, clean_graph
 from monolith.serve.operators import OPERATORS
 from monolith.serve.tracing import TracedDense, collections_of, trace_dense
 
@@ -137,6 +137,31 @@ def test_a_model_of_several_collections_and_lists_is_exported():
     graph, batch = loaded(trace_dense(module, outputs)), batch_of(4, NAMES)
     with torch.no_grad():
         assert torch.equal(graph(rows_of(module, batch), [])[0], outputs(module, batch)["click"])
+
+
+def test_a_graph_that_computes_with_the_number_of_rows_is_run_without_python(caplog):
+    caplog.set_level("INFO", "monolith.serve.dense")
+    module = with_rows(Own(lambda x, _: x.view(x.shape[0], 1).expand(x.shape[0], 3).sum(1)))
+    graph = loaded(trace_dense(module, outputs))
+    assert "run by Python" not in caplog.text
+    for rows in (1, 4, 9, 64):
+        batch = batch_of(rows, NAMES)
+        with torch.no_grad():
+            assert torch.equal(graph(rows_of(module, batch), [])[0], outputs(module, batch)["click"])
+
+
+class AddsNoise(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x + torch.rand_like(x),)
+
+
+def test_a_graph_whose_record_gives_other_answers_is_run_by_python(caplog):
+    caplog.set_level("INFO", "monolith.serve.dense")
+    module = torch.fx.symbolic_trace(AddsNoise())
+    assert _without_python(module, (), [torch.empty(2, 3)], "graph.pt2") == module.forward
+    assert (
+        "graph.pt2 is run by Python, operator by operator: it gives other answers for 1 rows" in caplog.text
+    )
 
 
 def test_a_model_that_is_never_given_its_labels_may_still_compute_a_loss():

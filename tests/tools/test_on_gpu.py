@@ -47,10 +47,15 @@ def test_everything_is_run_and_summed_up(tmp_path: Path) -> None:
         "ok      tests",
         "ok      bench table",
         "ok      bench train",
+        "ok      bench run",
     ]
     assert "some.whl" in calls
     assert "-m not soak -k ranks" in calls
-    assert {file.name for file in (tmp_path / "results").iterdir()} == {"table.json", "train.json"}
+    assert {file.name for file in (tmp_path / "results").iterdir()} == {
+        "table.json",
+        "train.json",
+        "run.json",
+    }
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ OPTIONAL = {
     "grpcio": ("grpc", "the Open Inference Protocol and Primus"),
     "confluent-kafka": ("kafka", "training from a live stream"),
     "kazoo": ("zookeeper", "discovery through ZooKeeper"),
-    "httpx": ("consul", "discovery through Consul"),
+    "httpx": ("serve", "clients over HTTP, and discovery through Consul"),
     "ray": ("ray", "launching on a cluster"),
     "mpi4py": ("mpi", "launching under MPI"),
     "tensorboard": ("tensorboard", "summaries"),

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from rich.table import Table
 
 from monolith.cli.options.jobs import FreshnessOptions
 from monolith.cli.options.serve import AskOptions
-from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
+from monolith.cluster.security import SecurityConfig
 from monolith.errors import ConfigError
 from monolith.observe import progress
-from monolith.serve.client import Client, ClientAnswer, open_client
+from monolith.serve.client import Client, ClientOptions
+from monolith.serve.client_wire import ClientAnswer
 from monolith.serve.freshness_probe import FreshnessProbe, Probed, open_events, quantile, stages_of
 from monolith.serve.rows import STAGES
 
@@ -44,21 +46,32 @@ def client_security(options: AskOptions | FreshnessOptions) -> SecurityConfig:
 def run(options: AskOptions) -> int:
     """Ask, and print a table, or JSON."""
     rows = read_rows(options)
-    security = client_security(options)
-    context = ssl_context(security, server=False)
-    with open_client(options.url, guard_caller(security), context=context, timeout=options.timeout) as asker:
-        answered = asker.ask(options.model or asker.only_model(), rows, options.version)
+    asks = ClientOptions(timeout=timedelta(seconds=options.timeout))
+    with Client(options.url, options=asks, security=client_security(options)) as client:
+        answered = client.predict(options.model or only_model(client), rows, version=options.version)
     if options.json:
         said = {
             "model": answered.model,
             "version": answered.version,
-            "outputs": answered.outputs,
+            "outputs": {name: values.tolist() for name, values in answered.outputs.items()},
             **answered.parameters,
         }
         sys.stdout.write(json.dumps(said) + "\n")
         return 0
     show(rows, answered)
     return 0
+
+
+def only_model(client: Client) -> str:
+    """Return the name of the server's only model.
+
+    Raises:
+        ConfigError: The server has several models, or none.
+    """
+    names = client.models()
+    if len(names) != 1:
+        raise ConfigError(f"the server has {', '.join(names) or 'no models'}; say which with --model")
+    return names[0]
 
 
 def read_rows(options: AskOptions) -> list[dict[str, Any]]:
@@ -116,9 +129,10 @@ def show(rows: Sequence[dict[str, Any]], answered: ClientAnswer) -> None:
         table.add_column(name, overflow="fold")
     for name in answered.outputs:
         table.add_column(name, justify="right", style="bold")
+    outputs = [values.tolist() for values in answered.outputs.values()]
     for number, row in enumerate(rows):
         values = [_shown(row.get(name, "")) for name in columns]
-        table.add_row(*values, *(_shown(output[number]) for output in answered.outputs.values()))
+        table.add_row(*values, *(_shown(output[number]) for output in outputs))
     console.print(table)
     said = {name: value for name, value in answered.parameters.items() if not name.endswith("_at")}
     if "staleness" in said:
@@ -147,33 +161,31 @@ def freshness(options: FreshnessOptions) -> int:
             "monolith serve; with --source, labels included"
         )
     row = read_row(options.row, f"freshness: --row {options.row[:60]!r}")
-    security = client_security(options)
-    context = ssl_context(security, server=False)
-    with open_client(options.url, guard_caller(security), context=context) as asker:
-        model = options.model or asker.only_model()
+    with Client(options.url, security=client_security(options)) as client:
+        model = options.model or only_model(client)
         if options.source is None:
-            show_answers(options, watched(options, asker, model, row))
+            show_answers(options, watched(options, client, model, row))
         else:
-            show_probes(options, probed(options, asker, model, row))
+            show_probes(options, probed(options, client, model, row))
     return 0
 
 
-def watched(options: FreshnessOptions, asker: Client, model: str, row: dict[str, Any]) -> list[ClientAnswer]:
+def watched(options: FreshnessOptions, client: Client, model: str, row: dict[str, Any]) -> list[ClientAnswer]:
     """Ask so many times."""
     answers = []
     for number in range(options.count):
         if number:
             time.sleep(options.every)
-        answers.append(asker.ask(model, [row]))
+        answers.append(client.predict(model, [row]))
     return answers
 
 
-def probed(options: FreshnessOptions, asker: Client, model: str, row: dict[str, Any]) -> list[Probed]:
+def probed(options: FreshnessOptions, client: Client, model: str, row: dict[str, Any]) -> list[Probed]:
     """Write so many events, and wait for each."""
     assert options.source is not None
     assert options.id is not None
     probe = FreshnessProbe(
-        lambda rows: asker.ask(model, rows),
+        lambda rows: client.predict(model, rows),
         row,
         options.id,
         event_time=options.event_time,

@@ -25,7 +25,7 @@ import hmac
 import ipaddress
 import logging
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -264,6 +264,7 @@ def grpc_interceptors(
     guard: Guard,
     message_within: float = MESSAGE_WITHIN,
     admit: Callable[[str], object] = lambda _: None,
+    open_to_all: Collection[str] = (),
 ) -> tuple[Any, ...]:
     """Return what `grpc.server(interceptors=...)` needs to refuse callers without the token.
 
@@ -274,6 +275,7 @@ def grpc_interceptors(
     Args:
         message_within: Seconds that an admitted call may take for its next message.
         admit: Told the peer of each call that has sent its first message; see `wire.ports`.
+        open_to_all: Methods that are answered without a token, such as health probes.
     """
     grpc = _import_grpc()
     waits = _MessageWaits(message_within)
@@ -309,7 +311,7 @@ def grpc_interceptors(
                 if handler.response_streaming
                 else grpc.stream_unary_rpc_method_handler
             )
-            if guard.token is not None:
+            if guard.token is not None and details.method not in open_to_all:
                 sent = [value for key, value in details.invocation_metadata or () if key == HEADER]
                 if len(sent) != 1 or not guard.admits(sent[0]):
                     return streams(refuse)
@@ -378,6 +380,28 @@ def grpc_channel(address: str, guard: Guard, options: Mapping[str, Any] | None =
     if guard.header is not None:
         channel = grpc.intercept_channel(channel, _token_sender(grpc, guard.header))
     return channel
+
+
+def grpc_async_channel(address: str, guard: Guard, options: Mapping[str, Any] | None = None) -> Any:
+    """Return a channel as `grpc_channel` does, for the event loop that runs now."""
+    grpc = _import_grpc()
+    settings = dict(options or {})
+    senders = [] if guard.header is None else [_async_token_sender(grpc, guard.header)]
+    if not guard.uses_tls:
+        return grpc.aio.insecure_channel(address, options=list(settings.items()), interceptors=senders)
+    if guard.server_name:
+        settings["grpc.ssl_target_name_override"] = guard.server_name
+    credentials = grpc.ssl_channel_credentials(guard.ca, guard.key, guard.cert)
+    return grpc.aio.secure_channel(address, credentials, options=list(settings.items()), interceptors=senders)
+
+
+def _async_token_sender(grpc: Any, header: str) -> Any:
+    class AsyncTokenSender(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+        async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+            metadata = grpc.aio.Metadata(*(details.metadata or ()), (HEADER, header))
+            return await continuation(details._replace(metadata=metadata), request)
+
+    return AsyncTokenSender()
 
 
 def _token_sender(grpc: Any, header: str) -> Any:

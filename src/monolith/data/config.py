@@ -196,6 +196,9 @@ class DataConfig(Checked):
     """Whether records of a framed file begin with the prefix that some dumps of Kafka have."""
     columns: tuple[str, ...] = ()
     """The columns, or features, to read; none means all."""
+    served: bool = False
+    """Whether the records are a log of served features (serve.log), with labels joined to it. Features are
+    then read as the server gave them to its model, and not made of raw columns again."""
     hourly: bool = False
     """Whether below each day's folder there is one for each hour."""
     start_date: str | None = None

@@ -25,6 +25,7 @@ from torch import nn
 from monolith.config import to_dict
 from monolith.data import DataConfig, Pipeline, Stream
 from monolith.data.config import Part
+from monolith.data.served import ServedSpec
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureSpec
 from monolith.feature.spec import RowSettings
@@ -200,8 +201,8 @@ class ConfigTask(Task):
         return self.network.type
 
     def records(self, mode: Mode) -> Pipeline:
-        """Return raw records, with the types that the features need."""
-        return self.data.pipeline(PARTS[mode], self.batch_size, types=self.features.columns)
+        """Return the records, with the types that the features need."""
+        return self.data.pipeline(PARTS[mode], self.batch_size, types=self._as_stored(self.features).columns)
 
     def dataset(self, mode: Mode) -> Stream[Batch]:
         spec = self._read_by
@@ -223,7 +224,11 @@ class ConfigTask(Task):
         labels = {
             name: replace(label, loss=label.loss or "binary") for name, label in self.features.labels.items()
         }
-        return replace(self.features, labels=labels)
+        return self._as_stored(replace(self.features, labels=labels))
+
+    def _as_stored(self, spec: FeatureSpec) -> FeatureSpec:
+        """Return what reads the features in the form that the data has them in."""
+        return ServedSpec.of(spec) if self.data.served else spec
 
     def targets(self) -> Mapping[str, Target]:
         return {
@@ -284,7 +289,8 @@ class ConfigRetrievalTask(ConfigTask, RetrievalTask):
 
     @cached_property
     def _read_by(self) -> FeatureSpec:
-        return self.features  # a label says which items were wanted, by any number above 0
+        # A label says which items were wanted, by any number above 0.
+        return self._as_stored(self.features)
 
     @property
     def ks(self) -> Sequence[int]:  # type: ignore[override]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,12 @@ def _to_learn_from(task: ConfigTask) -> ConfigTask:
         ConfigError: It reads a stream of which nothing is there.
     """
     names = ", ".join(task.features.to_learn)
+    if task.data.served:
+        raise ConfigError(
+            f"{names}: means or quantiles are not known, and a log of served features has none of the raw "
+            "numbers to learn them of. Start from the model that was served, with restore.dir; or give "
+            "boundaries, or mean and std, in the config."
+        )
     try:
         data = task.data.at_rest()
         if task.data.live:
@@ -279,14 +285,24 @@ def make_task(run: RunConfig, config: Path | None = None, texts: Sequence[str] =
             "what it is in the config: [model], [features] and [data]"
         )
     source = f"[task] of {config}" if config else "task"
-    return load_task(
-        run.job.task,
-        _nested(run.task),
-        texts=texts,
-        source=source,
-        inputs=run.inputs,
-        optional=("data_service",),  # a task that reads files by its DataConfig need not know of it
-    )
+    try:
+        return load_task(
+            run.job.task,
+            _nested(run.task),
+            texts=texts,
+            source=source,
+            inputs=run.inputs,
+            optional=("data_service",),  # a task that reads files by its DataConfig need not know of it
+        )
+    except ConfigError as error:
+        refused = [text for text in texts if f"from {text!r}" in str(error)]
+        if not refused or refused[0].split(".")[0] not in {field.name for field in fields(run)}:
+            raise
+        key, _, value = refused[0].partition("=")
+        raise ConfigError(
+            f"{error}. --set is for settings of the task; settings of the run are flags: "
+            f"--{key.replace('_', '-')} {value}"
+        ) from error
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,121 +1,341 @@
-"""Client: sends rows to an inference server over HTTP or gRPC.
+"""Clients of inference servers: `Client` for threads, `AsyncClient` for event loops.
 
-    with open_client("http://127.0.0.1:8000", guard) as client:
-        client.ask("clicks", [{"user": "ann", "price": 3.5}])
+    with Client("http://127.0.0.1:8000") as client:
+        answer = client.predict("clicks", [{"user": "ann", "price": 3.5}])
 
-It works with any server of the Open Inference Protocol: it reads the inputs of a model from its metadata.
+They work with any server of the Open Inference Protocol: the inputs of a model are read from its metadata.
+
+Both classes hold the same conversation with a server, `_Conversation`. It is written once, as generators that
+yield a call to send or a number of seconds to wait, and are told the reply: nothing in it blocks, so a thread
+and an event loop can both run it.
+
+    inputs of the model cached? ──no──► fetch ──► encode ──► send ──► read ──► new enough? ──► answer
+                  ▲                                 ▲ │        │
+                  └── refused, or another version ──┘ └─retry──┘ connection lost, 429, 503, UNAVAILABLE
 """
 
 from __future__ import annotations
 
-import http.client
-import json
-import re
-import ssl
-from collections.abc import Mapping, Sequence
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, Self
-from urllib.parse import quote, urlsplit
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
 
-import numpy as np
-
-from monolith.cluster.security import HEADER, Guard, grpc_channel
-from monolith.errors import (
-    ConfigError,
-    DeadlineExceededError,
-    MissingExtraError,
-    OverloadedError,
-    RequestError,
-    UnavailableError,
-    UnknownModelError,
+from monolith import concurrency
+from monolith.cluster.security import Guard, SecurityConfig, guard_caller, ssl_context
+from monolith.config import Checked, Problem
+from monolith.errors import ConfigError, DeadlineExceededError, RequestError, StaleAnswerError
+from monolith.serve.client_wire import (
+    AsyncClientTransport,
+    AsyncGrpcTransport,
+    AsyncHttpTransport,
+    ClientAnswer,
+    ClientInput,
+    ClientTransport,
+    Dialect,
+    GrpcDialect,
+    GrpcTransport,
+    HttpDialect,
+    HttpTransport,
+    InferQuestion,
+    Row,
+    WireCall,
+    WireError,
+    encode_inputs,
 )
-from monolith.serve.manifest import SPLITS
-from monolith.serve.server.http_bodies import TIMEOUT_HEADER
-from monolith.serve.server.tensors import DTYPES, raw_tensor
-from monolith.wire.open_inference import SERVICE, message_types, service_methods
 
-_ISO = re.compile(r"\d{4}-\d\d-\d\d")
-Row = Mapping[str, Any]
-_LARGEST_ANSWER = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class ClientInput:
-    """An input of a model, as its metadata describes it."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
+T = TypeVar("T")
+Inputs = Sequence[Row] | Mapping[str, Any]
+"""Rows, each a value or a list of values by column; or columns, each a list or an array."""
+_Step = tuple[WireCall[Any], float] | float
+"""A call and the seconds for it; or seconds to wait."""
+_MOST_VERSIONS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ClientAnswer:
-    """The answer of a server for some rows."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientOptions(Checked):
+    """How a client asks: its deadline, its retries, and how old an answer may be.
 
-    model: str
-    version: str
-    outputs: dict[str, list[Any]]
-    """Output -> one value, or list of values, per row."""
-    parameters: dict[str, Any] = field(default_factory=dict)
-    """Parameters of the answer: step, watermark, missing shards."""
-    ignored: tuple[str, ...] = ()
-    """Columns of the rows that the model does not read."""
-
-
-class ClientTransport(Protocol):
-    """Sends requests to a server."""
-
-    def models(self) -> list[str]: ...
-    def inputs(self, model: str, version: str) -> list[ClientInput]: ...
-    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> ClientAnswer:
-        """Send inputs in the JSON form of the protocol."""
-
-    def close(self) -> None: ...
-
-
-class Client:
-    """Sends rows to a server.
-
-    Args:
-        transport: HTTP or gRPC.
+    Examples:
+        >>> from datetime import timedelta
+        >>> from monolith.serve import ClientOptions
+        >>> options = ClientOptions(timeout=timedelta(milliseconds=50), max_staleness=timedelta(seconds=10))
+        >>> options.retries
+        2
     """
 
-    def __init__(self, transport: ClientTransport) -> None:
-        self._transport = transport
+    timeout: timedelta = timedelta(seconds=10)
+    """Longest time for an answer, retries included. The server is told, and drops work that is too late."""
+    retries: int = 2
+    """How often a request is repeated if its connection was lost or the server was too busy, as long as the
+    timeout allows it. A request that timed out, or that the server refused, is not repeated."""
+    backoff: timedelta = timedelta(milliseconds=50)
+    """Time before the first retry; it doubles with each. A random half of it is left out, so that clients do
+    not return all at once. A server that says when to retry is not asked before."""
+    max_staleness: timedelta | None = None
+    """Largest age of the rows that an answer was made of. An older answer, or one of unknown age, raises
+    `StaleAnswerError`, which has the answer."""
+    priority: int = 0
+    """From 1, answered first, to 9; 0 leaves it to the server, whose default is 5."""
+    connections: int = 16
+    """Largest number of HTTP connections; requests beyond wait for one. Over gRPC all requests share one."""
 
-    def only_model(self) -> str:
-        """Return the name of the server's only model.
+    def problems(self) -> Iterator[Problem]:
+        if self.timeout <= timedelta(0):
+            yield Problem(("timeout",), "must be more than 0")
+        if self.retries < 0:
+            yield Problem(("retries",), f"must be 0 or more, got {self.retries}")
+        if self.backoff < timedelta(0):
+            yield Problem(("backoff",), "must be 0 or more")
+        if self.max_staleness is not None and self.max_staleness < timedelta(0):
+            yield Problem(("max_staleness",), "must be 0 or more")
+        if not 0 <= self.priority <= 9:
+            yield Problem(("priority",), f"must be from 0 to 9, got {self.priority}")
+        if self.connections < 1:
+            yield Problem(("connections",), f"must be at least 1, got {self.connections}")
+
+
+@dataclass(slots=True)
+class _Described:
+    """The inputs of a model, and the versions that have answered."""
+
+    inputs: tuple[ClientInput, ...]
+    versions: set[str] = field(default_factory=set)
+    outdated: bool = False
+    """Whether a version has answered that may take other inputs."""
+
+
+class _Conversation:
+    """What a client says to a server; see the top of the module. Thread-safe.
+
+    Metadata is fetched once. It is fetched again if a version answers that did not before, which may take
+    more inputs, and if the server refuses a request that was made from cached metadata.
+    """
+
+    def __init__(self, dialect: Dialect, options: ClientOptions, clock: Callable[[], float]) -> None:
+        self._dialect = dialect
+        self._options = options
+        self._clock = clock
+        self._random = random.Random()
+        self._described: dict[tuple[str, str], _Described] = {}
+        self._extensions: tuple[str, ...] | None = None
+
+    def models(self) -> Generator[_Step, Any, list[str]]:
+        return (yield from self._call(self._dialect.models(), self._options, self._deadline(self._options)))
+
+    def inputs(self, model: str, version: str) -> Generator[_Step, Any, tuple[ClientInput, ...]]:
+        found = yield from self._describe(model, version, self._options, self._deadline(self._options))
+        return found.inputs
+
+    def predict(
+        self, question: InferQuestion, given: Inputs, options: ClientOptions
+    ) -> Generator[_Step, Any, ClientAnswer]:
+        key = question.model, question.version
+        deadline = self._deadline(options)
+        cached = described = self._described.get(key)
+        while True:
+            if described is None or described.outdated:
+                cached = None
+                described = yield from self._describe(*key, options, deadline)
+            try:
+                tensors, ignored = encode_inputs(described.inputs, given)
+                asked = replace(question, tensors=tensors, priority=options.priority)
+                call = self._dialect.infer(asked, self._extensions or ())
+                answer = yield from self._call(call, options, deadline)
+                break
+            except RequestError as error:
+                # Perhaps the model takes other inputs than when it was described.
+                if cached is None or type(error) is not RequestError:
+                    raise
+                described = yield from self._describe(*key, options, deadline)
+                if described.inputs == cached.inputs:
+                    raise
+                cached = None
+        if ignored:
+            answer = replace(answer, ignored=ignored)
+        if answer.version not in described.versions:
+            described.outdated = cached is not None and bool(described.versions)
+            if len(described.versions) >= _MOST_VERSIONS:
+                described.versions.clear()
+            described.versions.add(answer.version)  # a split answers with two in turns; each is news once
+        self._check_age(answer, options)
+        return answer
+
+    def _deadline(self, options: ClientOptions) -> float:
+        return self._clock() + options.timeout.total_seconds()
+
+    def _describe(
+        self, model: str, version: str, options: ClientOptions, deadline: float
+    ) -> Generator[_Step, Any, _Described]:
+        """Fetch the inputs of a model; once in a client's life also which extensions the server has."""
+        if self._extensions is None:
+            call = self._dialect.extensions()
+            self._extensions = () if call is None else (yield from self._call(call, options, deadline))
+        inputs = yield from self._call(self._dialect.inputs(model, version), options, deadline)
+        before = self._described.get((model, version))
+        found = _Described(inputs, set() if before is None else before.versions)
+        self._described[model, version] = found
+        return found
+
+    def _call(self, call: WireCall[T], options: ClientOptions, deadline: float) -> Generator[_Step, Any, T]:
+        """Send a call, again and again if that is safe and may help."""
+        attempt = 0
+        while True:
+            left = deadline - self._clock()
+            if left <= 0:
+                raise DeadlineExceededError(
+                    f"no answer within {options.timeout.total_seconds():g} s ({attempt} attempts)"
+                )
+            try:
+                return call.read((yield call, left))
+            except WireError as failure:
+                backoff = options.backoff.total_seconds() * 2**attempt * self._random.uniform(0.5, 1.0)
+                wait = max(backoff, failure.wait)
+                if not failure.may_retry or attempt >= options.retries or self._clock() + wait >= deadline:
+                    raise failure.error from failure.__cause__
+            attempt += 1
+            yield wait
+
+    def _check_age(self, answer: ClientAnswer, options: ClientOptions) -> None:
+        most, age = options.max_staleness, answer.staleness
+        if most is not None and (age is None or age > most):
+            raise StaleAnswerError(answer.model, age, most, answer)
+
+
+class _Connected:
+    """What both clients are made of: a conversation, and how calls reach the server."""
+
+    def __init__(
+        self,
+        url: str,
+        options: ClientOptions | None,
+        security: SecurityConfig | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._options = options or ClientOptions()
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if parts.scheme not in ("http", "https", "grpc") or not host:
+            raise ConfigError(
+                f"cannot connect to {url!r}: write http://host:port, https://host:port or grpc://host:port"
+            )
+        self._guard = _caller(security)
+        self._context = None if security is None else ssl_context(security, server=False)
+        self._is_grpc = parts.scheme == "grpc"
+        address = f"{f'[{host}]' if ':' in host else host}:{port or (8001 if self._is_grpc else 8000)}"
+        self._place = address if self._is_grpc else f"{parts.scheme}://{address}"
+        dialect: Dialect = GrpcDialect(address) if self._is_grpc else HttpDialect(address)
+        self._talk = _Conversation(dialect, self._options, clock)
+
+    @property
+    def options(self) -> ClientOptions:
+        """The options of requests that have none of their own."""
+        return self._options
+
+    def _question(self, model: str, version: str, outputs: Sequence[str], request_id: str) -> InferQuestion:
+        return InferQuestion(model, version, (), outputs, request_id, 0)
+
+
+def _caller(security: SecurityConfig | None) -> Guard:
+    """Return what a client presents: the token it was given, or the one for predictions."""
+    guard = Guard() if security is None else guard_caller(security)
+    return guard if guard.token is not None else guard.for_role("predict")
+
+
+class Client(_Connected):
+    """Asks an inference server, over HTTP or gRPC. Any number of threads may share one.
+
+    Connections are kept and shared. The inputs of a model are fetched once, and again when another version
+    answers. A request is repeated if that is safe; see `ClientOptions`.
+
+    Args:
+        url: http://host:port, https://host:port or grpc://host:port.
+        options: Deadline, retries, and how old an answer may be.
+        security: The token and the certificates to present.
+        clock: Seconds that only grow.
+        sleep: Waits so many seconds.
+
+    Raises:
+        ConfigError: The URL is malformed, or a file of `security` cannot be read.
+
+    Examples:
+        >>> from monolith import Client, ClientOptions, RetryableError
+        >>> with Client("http://127.0.0.1:1", options=ClientOptions(retries=0)) as client:
+        ...     try:
+        ...         answer = client.predict("ads", [{"user": "ann", "price": 3.5}])
+        ...         scores = answer.outputs["click"]
+        ...     except RetryableError:  # also too many requests, and a timeout
+        ...         print("no server is there")
+        no server is there
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        options: ClientOptions | None = None,
+        security: SecurityConfig | None = None,
+        clock: Callable[[], float] = concurrency.monotonic,
+        sleep: Callable[[float], None] = concurrency.sleep,
+    ) -> None:
+        super().__init__(url, options, security, clock)
+        self._sleep = sleep
+        self._transport: ClientTransport = (
+            GrpcTransport(self._place, self._guard)
+            if self._is_grpc
+            else HttpTransport(self._place, self._guard, self._context, self._options.connections)
+        )
+
+    def predict(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: str = "",
+        outputs: Sequence[str] = (),
+        request_id: str = "",
+        options: ClientOptions | None = None,
+    ) -> ClientAnswer:
+        """Return the predictions of a model for some rows.
+
+        Args:
+            inputs: Rows, each a value or a list of values by column: `[{"user": "ann", "tags": ["a", "b"]}]`;
+                or columns: `{"user": ["ann", "bo"], "price": np.array([3.5, 1.0])}`. A value that is None or
+                left out is missing. Columns that the model does not read are not sent.
+            version: Empty lets the server choose.
+            outputs: Names of the outputs to return; empty returns all.
+            request_id: Sent with the request and returned with the answer.
+            options: Options of this request, in place of those of the client; `connections` is the client's.
 
         Raises:
-            ConfigError: The server has several models, or none.
-        """
-        names = self._transport.models()
-        if len(names) != 1:
-            raise ConfigError(f"the server has {', '.join(names) or 'no models'}; say which with --model")
-        return names[0]
-
-    def ask(self, model: str, rows: Sequence[Row], version: str = "") -> ClientAnswer:
-        """Return the answer of a model for some rows.
-
-        Raises:
-            RequestError: A value does not fit the model, here or by the server's answer.
+            RequestError: A value does not fit the model, here or by the server's answer; the token is wrong
+                (ForbiddenError), the server has no such model (UnknownModelError), or there are too many rows
+                (RequestTooLargeError).
             UnavailableError: The server cannot be reached, or cannot answer now.
+            OverloadedError: The server has as many requests as it takes.
+            DeadlineExceededError: There is no answer within the timeout. The client can be used again.
+            StaleAnswerError: The answer is older than `max_staleness`.
         """
-        if not rows:
-            raise RequestError("the request has no rows")
-        known = self._transport.inputs(model, version)
-        given = {name for row in rows for name in row}
-        used = [one for one in known if one.name in given]
-        if not used:
-            takes = ", ".join(one.name for one in known)
-            raise RequestError(f"model {model!r} takes {takes}; the rows have {', '.join(sorted(given))}")
-        inputs = [tensor for one in used for tensor in tensors_of(one, [row.get(one.name) for row in rows])]
-        found = self._transport.infer(model, version, inputs)
-        ignored = tuple(sorted(given - {one.name for one in known}))
-        return ClientAnswer(found.model, found.version, found.outputs, found.parameters, ignored)
+        question = self._question(model, version, outputs, request_id)
+        return self._run(self._talk.predict(question, inputs, options or self._options))
+
+    def models(self) -> list[str]:
+        """Return the names of the server's models; raises as `predict` does."""
+        return self._run(self._talk.models())
+
+    def inputs(self, model: str, version: str = "") -> tuple[ClientInput, ...]:
+        """Return the inputs that a model takes; raises as `predict` does."""
+        return self._run(self._talk.inputs(model, version))
 
     def close(self) -> None:
+        """Close all connections."""
         self._transport.close()
 
     def __enter__(self) -> Self:
@@ -126,252 +346,115 @@ class Client:
     ) -> None:
         self.close()
 
-
-def tensors_of(one: ClientInput, values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a column as inputs of a request: one, or two if rows are missing or lists of different lengths.
-
-    Raises:
-        RequestError: A value has another type than the input.
-    """
-    if one.datatype == "INT64" and all(_is_time(value) for value in values):
-        one = replace(one, datatype="BYTES")  # the server accepts or refuses it
-    plain = not any(value is None or isinstance(value, list) for value in values)
-    if plain and len(one.shape) == 1:
-        column = [_value(one, row, value) for row, value in enumerate(values)]
-        return [_input(one.name, one.datatype, [len(column)], column)]
-    lists = [value if isinstance(value, list) else [] if value is None else [value] for value in values]
-    is_wide = len(one.shape) == 2 and one.shape[1] != -1
-    if is_wide:  # a missing number keeps its position, as null
-        lists = [items or [None] * one.shape[1] for items in lists]
-    else:
-        lists = [[item for item in items if item is not None] for items in lists]
-    flat = [_value(one, row, item) for row, items in enumerate(lists) for item in items]
-    if is_wide:
-        return [_input(one.name, one.datatype, [len(lists), one.shape[1]], flat)]
-    ends = np.cumsum([0, *map(len, lists)]).tolist()
-    return [
-        _input(one.name, one.datatype, [len(flat)], flat),
-        _input(one.name + SPLITS, "INT64", [len(ends)], ends),
-    ]
+    def _run(self, talk: Generator[_Step, Any, T]) -> T:
+        try:
+            step = next(talk)
+            while True:
+                try:
+                    reply = self._sleep(step) if isinstance(step, float) else self._transport.send(*step)
+                except WireError as failure:
+                    step = talk.throw(failure)
+                else:
+                    step = talk.send(reply)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
-def _is_time(value: Any) -> bool:
-    """Whether a value is an ISO 8601 time, or a list of them."""
-    if isinstance(value, list) and value:
-        return all(map(_is_time, value))
-    return isinstance(value, str) and _ISO.match(value) is not None
+class AsyncClient(_Connected):
+    """Asks an inference server from an event loop of asyncio, over HTTP or gRPC.
 
-
-def _input(name: str, datatype: str, shape: list[int], data: list[Any]) -> dict[str, Any]:
-    return {"name": name, "datatype": datatype, "shape": shape, "data": data}
-
-
-def _value(one: ClientInput, row: int, value: Any) -> Any:
-    if value is None:
-        return None
-    if one.datatype == "BYTES":
-        if isinstance(value, (str, int, float)):
-            return str(value)
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
-        pass
-    elif DTYPES[one.datatype].kind == "f" or isinstance(value, int):
-        return value
-    raise RequestError(f"row {row}: {one.name!r} must be {one.datatype}, got {json.dumps(value)[:60]}")
-
-
-def open_client(
-    url: str, guard: Guard | None = None, *, context: ssl.SSLContext | None = None, timeout: float = 10.0
-) -> Client:
-    """Return a client of the server at a URL: http, https or grpc://host:port.
+    It is `Client` with methods to await. All requests of one `AsyncClient` must be of one event loop.
 
     Args:
-        guard: The token and certificate to present.
-        context: TLS settings for HTTP.
-        timeout: Seconds for a request.
+        url: http://host:port, https://host:port or grpc://host:port.
+        options: Deadline, retries, and how old an answer may be.
+        security: The token and the certificates to present.
+        clock: Seconds that only grow.
+        sleep: Waits so many seconds.
 
     Raises:
-        ConfigError: The URL is malformed.
+        ConfigError: The URL is malformed, or a file of `security` cannot be read.
+
+    Examples:
+        >>> import asyncio
+        >>> from monolith import AsyncClient, ClientOptions, RetryableError
+        >>> async def ask():
+        ...     async with AsyncClient("grpc://127.0.0.1:1", options=ClientOptions(retries=0)) as client:
+        ...         rows = [{"user": "ann"}], [{"user": "bo"}]
+        ...         return await asyncio.gather(*(client.predict("ads", some) for some in rows))
+        >>> try:
+        ...     asyncio.run(ask())
+        ... except RetryableError:
+        ...     print("no server is there")
+        no server is there
     """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if parts.scheme not in ("http", "https", "grpc") or not host:
-        raise ConfigError(
-            f"cannot connect to {url!r}: write http://host:port, https://host:port or grpc://host:port"
-        )
-    shown = guard or Guard()
-    if parts.scheme == "grpc":
-        return Client(GrpcTransport(f"{_bracketed(host)}:{port or 8001}", shown, timeout))
-    if parts.scheme == "https":
-        context = context or ssl.create_default_context()
-        return Client(HttpTransport(host, port or 8000, context, shown, timeout))
-    return Client(HttpTransport(host, port or 8000, None, shown, timeout))
-
-
-class HttpTransport:
-    """Sends JSON over HTTP."""
 
     def __init__(
-        self, host: str, port: int, context: ssl.SSLContext | None, guard: Guard, timeout: float
+        self,
+        url: str,
+        *,
+        options: ClientOptions | None = None,
+        security: SecurityConfig | None = None,
+        clock: Callable[[], float] = concurrency.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._where = f"{_bracketed(host)}:{port}"
-        self._timeout = timeout
-        self._headers = {} if guard.header is None else {HEADER: guard.header}
-        if context is None:
-            self._connection = http.client.HTTPConnection(host, port, timeout=timeout + 1)
-        else:
-            self._connection = _NamedConnection(host, port, timeout + 1, context, guard.server_name or host)
+        super().__init__(url, options, security, clock)
+        self._sleep = sleep
+        self._transport: AsyncClientTransport = (
+            AsyncGrpcTransport(self._place, self._guard)
+            if self._is_grpc
+            else AsyncHttpTransport(self._place, self._guard, self._context, self._options.connections)
+        )
 
-    def models(self) -> list[str]:
-        return sorted({str(one["name"]) for one in self._call("POST", "/v2/repository/index", {})})
+    async def predict(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: str = "",
+        outputs: Sequence[str] = (),
+        request_id: str = "",
+        options: ClientOptions | None = None,
+    ) -> ClientAnswer:
+        """Return the predictions of a model for some rows; see `Client.predict`."""
+        question = self._question(model, version, outputs, request_id)
+        return await self._run(self._talk.predict(question, inputs, options or self._options))
 
-    def inputs(self, model: str, version: str) -> list[ClientInput]:
-        about = self._call("GET", _model_path(model, version))
-        return [ClientInput(one["name"], one["datatype"], tuple(one["shape"])) for one in about["inputs"]]
+    async def models(self) -> list[str]:
+        """Return the names of the server's models; raises as `predict` does."""
+        return await self._run(self._talk.models())
 
-    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> ClientAnswer:
-        said = self._call("POST", f"{_model_path(model, version)}/infer", {"inputs": list(inputs)})
-        outputs = {
-            one["name"]: np.reshape(np.array(one["data"]), one["shape"]).tolist() for one in said["outputs"]
-        }
-        return ClientAnswer(said["model_name"], said["model_version"], outputs, said.get("parameters", {}))
+    async def inputs(self, model: str, version: str = "") -> tuple[ClientInput, ...]:
+        """Return the inputs that a model takes; raises as `predict` does."""
+        return await self._run(self._talk.inputs(model, version))
 
-    def close(self) -> None:
-        self._connection.close()
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._transport.close()
 
-    def _call(self, method: str, path: str, body: Any = None) -> Any:
-        headers = {**self._headers, TIMEOUT_HEADER: str(int(self._timeout * 1e3))}
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            self._connection.request(method, path, data, headers)
-            answer = self._connection.getresponse()
-            read = answer.read(_LARGEST_ANSWER)
-        except TimeoutError as cause:
-            raise DeadlineExceededError(f"{self._where} did not answer within {self._timeout:g} s") from cause
-        except (OSError, http.client.HTTPException) as cause:
-            raise UnavailableError(
-                f"cannot reach a server at {self._where}: {cause or type(cause).__name__}. Is `monolith "
-                "serve` running there?"
-            ) from cause
-        try:
-            said = json.loads(read)
-        except ValueError as cause:
-            raise UnavailableError(
-                f"the process at {self._where} is not an inference server: its answer is not JSON"
-            ) from cause
-        if answer.status == 200:
-            return said
-        text = said.get("error", said) if isinstance(said, dict) else said
-        raise _ERRORS.get(answer.status, RequestError)(f"{self._where} answered {answer.status}: {text}")
+    async def __aenter__(self) -> Self:
+        return self
 
-
-class _NamedConnection(http.client.HTTPSConnection):
-    """HTTPS to a server whose certificate may name another host than the URL."""
-
-    def __init__(
-        self, host: str, port: int, timeout: float, context: ssl.SSLContext, server_name: str
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__init__(host, port, timeout=timeout, context=context)
-        self._trust = context
-        self._server_name = server_name
+        await self.close()
 
-    def connect(self) -> None:
-        http.client.HTTPConnection.connect(self)
-        self.sock = self._trust.wrap_socket(self.sock, server_hostname=self._server_name)
-
-
-_ERRORS = {
-    404: UnknownModelError,
-    429: OverloadedError,
-    500: UnavailableError,
-    503: UnavailableError,
-    504: DeadlineExceededError,
-}
-_GRPC_ERRORS = {
-    "NOT_FOUND": UnknownModelError,
-    "RESOURCE_EXHAUSTED": OverloadedError,
-    "DEADLINE_EXCEEDED": DeadlineExceededError,
-    "UNAVAILABLE": UnavailableError,
-    "INTERNAL": UnavailableError,
-}
-
-
-class GrpcTransport:
-    """Sends messages over gRPC."""
-
-    def __init__(self, address: str, guard: Guard, timeout: float) -> None:
+    async def _run(self, talk: Generator[_Step, Any, T]) -> T:
         try:
-            import grpc  # type: ignore[import-untyped]
-        except ImportError as cause:
-            raise MissingExtraError("grpcio", "serve", "requests over gRPC") from cause
-        self._errors = grpc.RpcError
-        self._where = address
-        self._timeout = timeout
-        self._channel = grpc_channel(address, guard, {"grpc.max_receive_message_length": _LARGEST_ANSWER})
-
-    def models(self) -> list[str]:
-        return sorted({one.name for one in self._call("RepositoryIndex").models})
-
-    def inputs(self, model: str, version: str) -> list[ClientInput]:
-        about = self._call("ModelMetadata", name=model, version=version)
-        return [ClientInput(one.name, one.datatype, tuple(one.shape)) for one in about.inputs]
-
-    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> ClientAnswer:
-        kind = message_types().ModelInferRequest
-        tensors = [
-            kind.InferInputTensor(name=one["name"], datatype=one["datatype"], shape=one["shape"])
-            for one in inputs
-        ]
-        raws = [_raw(one["datatype"], one["data"]) for one in inputs]
-        said = self._call(
-            "ModelInfer", model_name=model, model_version=version, inputs=tensors, raw_input_contents=raws
-        )
-        outputs: dict[str, list[Any]] = {}
-        for one, raw in zip(said.outputs, said.raw_output_contents, strict=True):
-            tensor = raw_tensor(one.name, one.datatype, one.shape, raw)
-            values = np.asarray(tensor.values, dtype=object if one.datatype == "BYTES" else None)
-            outputs[one.name] = values.reshape(tuple(one.shape)).tolist()
-        parameters = {
-            name: getattr(value, value.WhichOneof("parameter_choice"))
-            for name, value in sorted(said.parameters.items())
-            if value.WhichOneof("parameter_choice")
-        }
-        return ClientAnswer(said.model_name, said.model_version, outputs, parameters)
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def _call(self, method: str, **fields: Any) -> Any:
-        request, answer = service_methods()[method]
-        call = self._channel.unary_unary(
-            f"/{SERVICE}/{method}",
-            request_serializer=request.SerializeToString,
-            response_deserializer=answer.FromString,
-        )
-        try:
-            return call(request(**fields), timeout=self._timeout)
-        except self._errors as cause:
-            kind = _GRPC_ERRORS.get(cause.code().name, RequestError)
-            text = f"{self._where} answered {cause.code().name}: {cause.details()}"
-            raise kind(text) from cause
-
-
-def _raw(datatype: str, data: Sequence[Any]) -> bytes:
-    if datatype == "BYTES":
-        texts = [one.encode() for one in data]
-        return b"".join(len(one).to_bytes(4, "little") + one for one in texts)
-    try:
-        return np.array(data, DTYPES[datatype]).tobytes()
-    except (OverflowError, ValueError) as cause:
-        raise RequestError(f"a value is too large for {datatype}") from cause
-
-
-def _model_path(model: str, version: str) -> str:
-    path = f"/v2/models/{quote(model, safe='')}"
-    return f"{path}/versions/{quote(version, safe='')}" if version else path
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+            step = next(talk)
+            while True:
+                reply: Any = None
+                try:
+                    if isinstance(step, float):
+                        await self._sleep(step)
+                    else:
+                        reply = await self._transport.send(*step)
+                except WireError as failure:
+                    step = talk.throw(failure)
+                else:
+                    step = talk.send(reply)
+        except StopIteration as end:
+            result: T = end.value
+            return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
@@ -148,6 +148,37 @@ class BatchingConfig(Checked):
             yield Problem(("max_delay",), "must be at least 0")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeLogConfig(Checked):
+    """The log of served features: requests, the features that the model was given, and its answers."""
+
+    to: str = ""
+    """Where the log goes: a local folder, or kafka://broker:port[,broker:port]/topic. Empty logs nothing."""
+    fraction: float = 1.0
+    """Fraction of the requests that are logged, above 0 and up to 1, chosen by a hash of their ID."""
+    file_bytes: int = 64 << 20
+    """Size at which a file of the folder is complete, and another one is begun."""
+    file_age: timedelta = timedelta(minutes=1)
+    """Age at which a file is complete although it is smaller; only complete files are read."""
+    max_files: int | None = None
+    """Number of complete files in the folder above which the oldest are deleted, read or not; None deletes
+    none."""
+    queue_rows: int = 65_536
+    """Rows that may wait to be logged. More are dropped and counted: the log never delays an answer."""
+    kafka_settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """Anything else librdkafka knows, security included: { "security.protocol" = "SASL_SSL", ... }."""
+
+    def problems(self) -> Iterator[Problem]:
+        if not 0 < self.fraction <= 1:
+            yield Problem(("fraction",), f"must be above 0 and at most 1, got {self.fraction}")
+        for name in ("file_bytes", "queue_rows", "max_files"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield Problem((name,), f"must be at least 1, got {value}")
+        if self.file_age <= timedelta(0):
+            yield Problem(("file_age",), "must be more than 0")
+
+
 @dataclass(frozen=True, slots=True)
 class VersionPolicy:
     """Which of the versions in a folder are served.
@@ -200,6 +231,13 @@ class Route:
 
     name: str
     targets: tuple[RouteTarget, ...]
+
+    @property
+    def targets_text(self) -> str:
+        """The targets as `parse` reads them, behind the name."""
+        named = [f"{one.model}/{one.version}" if one.version else one.model for one in self.targets]
+        weights = [f"{one.weight:.12f}".rstrip("0").rstrip(".") for one in self.targets]
+        return ",".join(f"{name}:{weight}" for name, weight in zip(named, weights, strict=True))
 
     @classmethod
     def parse(cls, text: str) -> Route:
@@ -256,6 +294,9 @@ class ServeConfig(Checked):
     splits: tuple[str, ...] = ()
     """Routes that divide the requests for a name: `NAME=MODEL[/VERSION][:WEIGHT],...`, as in
     `ads=ads/120:90,ads/140:10`."""
+    split_columns: Mapping[str, str] = field(default_factory=dict)
+    """Name of a split -> an input column whose first value decides: requests with the same value go to the
+    same target. A request with a `split_key` of its own goes by that."""
     shadows: tuple[str, ...] = ()
     """Shadow traffic, as `NAME=MODEL[/VERSION][:FRACTION]`: mirror a fraction of the requests for a name to a
     model and compare; clients never see the answers."""
@@ -272,6 +313,7 @@ class ServeConfig(Checked):
     quicker only for batches of thousands of rows; `batching.runners` computes several batches at a time."""
     access_log: float = 0.0
     """Fraction of answered requests that are logged, 0 to 1; of refused requests, ten per second are."""
+    log: ServeLogConfig = field(default_factory=ServeLogConfig)
 
     @property
     def split_routes(self) -> list[Route]:

@@ -13,13 +13,17 @@ ask for it.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import logging
 import re
 import tempfile
+import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +31,12 @@ import torch
 import torch.fx
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.errors import CorruptFileError, ExportError, RestoreError
 from monolith.serve.operators import OPERATORS
+from monolith.serve.split_graph import SplitGraph, SplitInput
+
+_log = logging.getLogger(__name__)
 
 _MODEL = "models/model.json"
 _CONFIG = re.compile(r"data/(weights|constants)/model_\w+_config\.json")
@@ -246,14 +254,20 @@ class DenseGraph:
         graph_of.eliminate_dead_code()
         places = [node for node in graph_of.nodes if node.op == "placeholder"]
         fixed = len(constants) + len(weights)  # lifted constants come before the inputs of the caller
+        self._whole, self._fixed = graph_of, fixed
+        self._input_shapes = [tuple(one.meta["val"].shape[1:]) for one in places[fixed:]]
+        self._splits: list[SplitDense] = []
+        self._changing = concurrency.Lock()  # a new split must not miss a swap; calls do not take it
         self._ahead = _Ahead(graph_of, places[:fixed])
-        self._run = torch.fx.GraphModule(program.graph_module, self._ahead.rest).forward
+        module = torch.fx.GraphModule(program.graph_module, self._ahead.rest)
+        self._run: Callable[..., Any] = module.forward
         self._names = tuple(weights)
         self._shapes = [tuple(one.meta["val"].shape) for one in places[len(constants) : fixed]]
         self._constants = constants
         self._given: dict[str, Tensor] = {}
         self._values: tuple[Any, ...] = ()
         self.swap(weights)
+        self._run = _without_python(module, self._values, [one.meta["val"] for one in places[fixed:]], name)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -275,14 +289,181 @@ class DenseGraph:
                     f"the weights do not fit the graph: {name!r} has shape {tuple(weights[name].shape)} "
                     f"instead of {shape}"
                 )
-        with torch.no_grad():
-            self._values = self._ahead.values([*self._constants, *(weights[name] for name in self._names)])
-        self._given = {name: weights[name] for name in self._names}
+        fixed = [*self._constants, *(weights[name] for name in self._names)]
+        with self._changing, torch.no_grad():
+            self._values = self._ahead.values(fixed)
+            self._given = {name: weights[name] for name in self._names}
+            for split in self._splits:
+                split.swap(fixed)
 
     def __call__(self, rows: Sequence[Tensor], floats: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return predictions, a tensor for each head."""
         found: Sequence[Tensor] = self._run(*self._values, *rows, *floats)
         return found
+
+    def split(self, inputs: Sequence[SplitInput]) -> SplitDense:
+        """Return this graph for users and their items, checked against the whole graph; see `SplitGraph`.
+
+        Args:
+            inputs: How each tensor of rows, and then each of floats, is made of those of the two sides.
+
+        Raises:
+            ExportError: The two predict something else.
+        """
+        with self._changing, torch.no_grad():
+            fixed = [*self._constants, *self._given.values()]
+            try:
+                made = SplitDense(self._whole, self._fixed, inputs)
+                made.swap(fixed)
+                for users in (1, 2):
+                    whole = _example(self._input_shapes, inputs, users)
+                    found = made(*whole.sides, whole.user)
+                    for one, other in zip(found, self._run(*self._values, *whole.rows), strict=True):
+                        if not torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True):
+                            raise ExportError("it then predicts something else")
+            except Exception as cause:  # any error of torch: full rows are answered all the same
+                raise ExportError(f"the graph cannot be split by side: {cause}") from cause
+            self._splits.append(made)
+        return made
+
+
+class SplitDense:
+    """Runs a graph whose inputs are split by side. Thread-safe, and swapped with the whole graph.
+
+    Shapes: tensors (g, ...) of users, (n, ...) of items, and int64 (n,) in, float32 (n,) per head out.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, fixed: int, inputs: Sequence[SplitInput]) -> None:
+        self._variants = tuple(
+            _SplitVariant(SplitGraph(graph, fixed, inputs, single=single), fixed) for single in (False, True)
+        )
+
+    def swap(self, fixed: Sequence[Tensor]) -> None:
+        """Use these constants and weights from the next call on."""
+        for one in self._variants:
+            one.values = one.ahead.values([*fixed, *one.indices])
+
+    def __call__(self, shared: Sequence[Tensor], own: Sequence[Tensor], user: Tensor) -> Sequence[Tensor]:
+        """Return predictions, a tensor for each head.
+
+        Args:
+            user: The number of the user of each item.
+        """
+        variant = self._variants[len(shared[0]) == 1]
+        found: Sequence[Tensor] = variant.run(*variant.values, *shared, *own, user)
+        return found
+
+
+class _SplitVariant:
+    """A split graph for one user, or for any number."""
+
+    def __init__(self, split: SplitGraph, fixed: int) -> None:
+        places = [node for node in split.graph.nodes if node.op == "placeholder"]
+        self.indices = split.indices
+        self.ahead = _Ahead(split.graph, places[: fixed + len(split.indices)])
+        self.run = torch.fx.GraphModule(torch.nn.Module(), self.ahead.rest).forward
+        self.values: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Example:
+    """Random inputs of one or two users with five items, split and whole."""
+
+    sides: tuple[list[Tensor], list[Tensor]]
+    rows: list[Tensor]
+    user: Tensor
+
+
+def _example(shapes: Sequence[tuple[int, ...]], inputs: Sequence[SplitInput], users: int) -> _Example:
+    random = torch.Generator().manual_seed(0)
+    user = torch.tensor([0, 0, 1, 1, 1]) % users
+
+    def drawn(size: int, shape: Sequence[int]) -> Tensor:
+        return torch.rand((size, *shape), generator=random) - 0.5
+
+    sides: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
+    rows = []
+    for shape, made in zip(shapes, inputs, strict=True):
+        parts = []
+        for side, number, places, size in (
+            (0, made.shared, made.shared_at, users),
+            (1, made.own, made.own_at, len(user)),
+        ):
+            if number is not None:
+                inner = list(shape)
+                if made.dim is not None:
+                    inner[made.dim - 1] = len(places)
+                sides[side][number] = drawn(size, inner)
+                parts.append((sides[side][number] if side else sides[side][number][user], places))
+        if len(parts) == 1:
+            rows.append(parts[0][0])
+        elif made.dim is None:
+            rows.append(parts[0][0] + parts[1][0])
+        else:
+            whole = torch.empty(len(user), *shape)
+            for part, places in parts:
+                whole.index_copy_(made.dim, torch.tensor(places), part)
+            rows.append(whole)
+    shared, own = ([side[number] for number in sorted(side)] for side in sides)
+    return _Example((shared, own), rows, user)
+
+
+_TRACED_ROWS = 3
+_CHECKED_ROWS = (1, 2, 7)
+_ATEN = torch.ops.aten
+_SHAPING = (_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default, _ATEN.expand.default)
+"""Operators that take sizes, of which one may be -1."""
+
+
+def _without_python(
+    module: torch.fx.GraphModule, values: Sequence[Any], inputs: Sequence[Tensor], name: str
+) -> Callable[..., Any]:
+    """Return a function that runs a graph like `module.forward`, without Python between the operators.
+
+    The operators are those of the graph, so the answers are the same to the last bit, and threads do not wait
+    for the interpreter meanwhile. A DeepFM of 17 operators takes half of the time for one row
+    (docs/decisions/0072). A graph that cannot be recorded, or whose record gives other answers for some
+    number of rows, is run as it is.
+
+    Args:
+        values: The first arguments, which depend on weights.
+        inputs: Tensors with the types and shapes of the remaining ones; a size that is not a number is that
+            of rows.
+    """
+    recorded = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
+    for node in recorded.graph.nodes:
+        if node.target in _SHAPING and isinstance(sizes := node.args[1], list | tuple):
+            # The number of rows would be recorded as a number: it is left to be found out.
+            known = [size if isinstance(size, int) else -1 for size in sizes]
+            if known.count(-1) == 1:
+                node.args = (node.args[0], known)
+    recorded.graph.eliminate_dead_code()
+    recorded.recompile()
+
+    def example(rows: int) -> list[Tensor]:
+        draw = torch.Generator().manual_seed(rows)
+        shapes = [[size if isinstance(size, int) else rows for size in one.shape] for one in inputs]
+        return [torch.rand(shape, generator=draw) - 0.5 for shape in shapes]
+
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # about TorchScript, and about numbers that are recorded
+            record: Any = torch.jit.trace
+            found = record(recorded, (*values, *example(_TRACED_ROWS)), check_trace=False)
+        with torch.inference_mode():
+            for rows in _CHECKED_ROWS * 2:  # the second time it has been optimized
+                given = (*values, *example(rows))
+                pairs = zip(module.forward(*given), _listed(found(*given)), strict=True)
+                if not all(torch.equal(one, other) for one, other in pairs):
+                    raise RestoreError(f"it gives other answers for {rows} rows")
+    except Exception as cause:
+        _log.info("%s is run by Python, operator by operator: %s", name, str(cause).partition("\n")[0][:200])
+        return module.forward
+    return lambda *given: _listed(found(*given))
+
+
+def _listed(found: Any) -> Sequence[Tensor]:
+    return [found] if isinstance(found, Tensor) else found
 
 
 class _Ahead:

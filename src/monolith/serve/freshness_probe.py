@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from monolith import concurrency, filesystem
 from monolith.data import KafkaSink
 from monolith.errors import ConfigError, DeadlineExceededError
-from monolith.serve.client import ClientAnswer
+from monolith.serve.client_wire import ClientAnswer
 from monolith.serve.rows import ServedUpTo
 from monolith.sync.messages import LearnedUpTo
 
@@ -167,7 +169,7 @@ class FreshnessProbe:
 
     @staticmethod
     def _differ(answered: ClientAnswer) -> bool:
-        return any(values[0] != values[1] for values in answered.outputs.values())
+        return any(not np.array_equal(values[0], values[1]) for values in answered.outputs.values())
 
 
 def _unseen_like(value: Any) -> Any:

@@ -35,6 +35,7 @@ from monolith.feature import (
 )
 from monolith.feature.combiners import COMBINERS, FirstN, make_combiner
 from monolith.tensors import RaggedTensor
+from monolith.wire.open_inference import SPLITS
 
 FORMAT = 1
 MANIFEST_NAME = "servable.json"
@@ -297,8 +298,6 @@ class Signature:
 
 
 WARM_UP = "warmup.json"
-SPLITS = ".row_splits"
-"""Suffix of the input that has the row splits of another one, for lists of any length."""
 SIZES = (1, 32, 1, 32)
 """Numbers of rows of the warm-up requests."""
 _ARRAYS = {"INT64": np.int64, "FP32": np.float32}

@@ -30,6 +30,7 @@ from monolith import concurrency, filesystem, native
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
 from monolith.feature import Batch, Gatherer
 from monolith.observe import Progress, progress
+from monolith.serve.candidates import CandidateColumns, CandidateRunner, find_candidates
 from monolith.serve.dense import CompiledDense, DenseGraph
 from monolith.serve.manifest import WARM_UP, Servable, ServableDense, Signature, read_requests
 from monolith.serve.python_module import ModuleRunner, make_module
@@ -166,7 +167,9 @@ class Predictor:
             self._rows = rows
             kinds = {one.name: one.kind for one in signature.inputs}
             self._reader = RequestReader(servable.spec, _ids_of(servable), dense.floats, kinds)
+            self._input_names = tuple(kinds)
             self._signature = signature
+            self._ranking: CandidateRunner | None = None
             self._runner, self._weight_names = self._open_dense(locked, dense, rows, options)
             self._opened = opened.pop_all()
 
@@ -259,6 +262,8 @@ class Predictor:
 
         Args:
             columns: By name, as `signature` lists them; their forms are in `monolith.serve.request_reader`.
+                A column with one row, next to columns of more, holds for all rows: so a request has the
+                features of one user once, and those of many items; see `monolith.serve.candidates`.
                 Or a DataFrame of pandas or polars, or an Arrow table. Labels, and columns of a frame that the
                 model does not read, are ignored.
             deadline: When the client stops waiting, by `concurrency.monotonic`.
@@ -267,7 +272,40 @@ class Predictor:
             RequestError: A column or a value does not fit the model; names the column and the row.
             DeadlineExceededError, UnavailableError: Serving servers did not answer.
         """
+        if (asked := self._candidates_in(columns)) is not None:
+            return self._predict_candidates(asked, deadline)
         return self._predict(self._reader.batch(columns), deadline)
+
+    def _candidates_in(self, columns: Any) -> CandidateColumns | None:
+        """Return the columns of a ranking request by side; None if this is none."""
+        if isinstance(columns, CandidateColumns):
+            return columns
+        if not isinstance(columns, Mapping):
+            return None
+        try:
+            if len({*map(len, columns.values())}) < 2:
+                return None
+        except TypeError:
+            return None
+        return find_candidates(columns, self._input_names)
+
+    def _predict_candidates(self, asked: CandidateColumns, deadline: float | None) -> Prediction:
+        if asked.rows and self._ranking is not None:
+            found = self._ranking.run(asked, deadline)
+            if found is not None:
+                return self._answer(*found)
+        return self._predict(self._reader.batch(asked.full()), deadline)
+
+    def read(self, columns: RawTensors | Any) -> Batch:
+        """Return the features that the model is given for some rows: IDs and floats by feature.
+
+        Takes the same columns as `predict`, and works after `close`, too.
+
+        Raises:
+            RequestError: A column or a value does not fit the model; names the column and the row.
+        """
+        asked = self._candidates_in(columns)
+        return self._reader.batch(columns if asked is None else asked.full())
 
     def predict_batch(self, batch: Batch, *, deadline: float | None = None) -> Prediction:
         """Return the predictions for a ready batch, such as `FeatureSpec.make` returns.
@@ -282,7 +320,9 @@ class Predictor:
         if not len(batch):
             heads = (one.name for one in self._signature.outputs)
             return Prediction({head: torch.empty(0) for head in heads}, freshness=self.freshness())
-        outputs, found = self._runner.run(batch, deadline)
+        return self._answer(*self._runner.run(batch, deadline))
+
+    def _answer(self, outputs: Mapping[str, Tensor], found: Sequence[FoundRows]) -> Prediction:
         missing = tuple(dict.fromkeys(name for one in found for name in one.missing))
         claims = [one.claim for one in found if one.claim is not None]
         said = together(claims or [claim_of(self._servable)]).said(self._clock())
@@ -381,6 +421,8 @@ class Predictor:
         gatherers = [
             Gatherer(collection.plan(rows.tables), workers) for collection in locked.servable.collections
         ]
+        if isinstance(graph, DenseGraph):
+            self._ranking = CandidateRunner(locked.servable, graph, rows, workers)
         return GraphRunner(graph, gatherers, rows, tuple(dense.floats), dense.outputs), tuple(ordered)
 
 

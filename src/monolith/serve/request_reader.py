@@ -36,8 +36,9 @@ from monolith.errors import ConfigError, DataError, MonolithError, RequestError
 from monolith.feature import Batch, CrossFeature, FeatureIds, FeatureSpec, FloatFeature, SequenceFeature
 from monolith.feature.spec.packing import RawCells
 from monolith.feature.spec.times import TIME
-from monolith.serve.manifest import SPLITS, Datatype, TensorSpec
+from monolith.serve.manifest import Datatype, TensorSpec
 from monolith.tensors import RaggedTensor
+from monolith.wire.open_inference import SPLITS
 
 _log = logging.getLogger(__name__)
 

@@ -12,12 +12,66 @@ writes what is read here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 SERVICE = "inference.GRPCInferenceService"
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("?"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
+"""Little-endian layout of the values of a raw tensor, for all datatypes but BYTES."""
+LENGTH_BYTES = 4
+"""Bytes before each text of a raw BYTES tensor, its length."""
+CONTENTS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""The field of a gRPC tensor that has its values, if they are not raw."""
+SPLITS = ".row_splits"
+"""Suffix of the input that has the row splits of another one, for lists of any length."""
+BINARY_EXTENSION = "binary_tensor_data"
+"""The extension of a server that takes and sends raw tensors over HTTP, behind the JSON."""
+JSON_LENGTH = "inference-header-content-length"
+"""The header with the length of the JSON, if raw tensors follow it."""
+BINARY_SIZE = "binary_data_size"
+BINARY = "binary_data"
+BINARY_OUTPUT = "binary_data_output"
+TIMEOUT_HEADER = "x-request-timeout-ms"
+"""The header with the time that an HTTP client waits."""
+PRIORITY = "priority"
+"""A parameter of a request, as Triton has it: lower is answered first, and 0 is the default."""
+SPLIT_KEY = "split_key"
+"""A parameter of a request: requests with one key go to the same target of a split."""
+SPLIT_KEY_HEADER = "x-monolith-split-key"
+"""The same as a header of HTTP."""
+RETRY_HEADER = "grpc-retry-pushback-ms"
+"""The trailing metadata by which a gRPC server says when to retry; a negative number says never."""
 
 
 @cache

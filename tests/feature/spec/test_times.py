@@ -20,7 +20,7 @@ from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSour
 from monolith.errors import ConfigError, DataError, RequestError
 from monolith.feature import FeatureSpec, IdFeature, SequenceFeature
 from monolith.feature.spec.times import read_times
-from monolith.serve.client import ClientInput, tensors_of
+from monolith.serve.client_wire import ClientInput, tensors_of
 from monolith.serve.manifest import Signature
 from monolith.serve.request_reader import RequestReader
 from monolith.serve.server.tensors import columns_of, listed_tensor
@@ -204,7 +204,7 @@ def test_a_server_takes_times_as_numbers_and_as_texts():
     ):
         row = {"seen": [1], "at": at, "t": now}
         sent = [one for name, value in row.items() for one in tensors_of(inputs[name], [value])]
-        tensors = [listed_tensor(one["name"], one["datatype"], one["shape"], one["data"]) for one in sent]
+        tensors = [listed_tensor(one.name, one.datatype, one.shape, one.plain()) for one in sent]
         columns = columns_of(tensors, Signature(inputs=reader.inputs, outputs=()))
         assert reader.batch(columns.values).ids["seen.gap"].to_list() == [[1]]
         layouts.add(columns.layout)

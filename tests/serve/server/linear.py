@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from monolith.errors import RequestError
+from monolith.serve.candidates import CandidateColumns
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,10 @@ class LinearModel:
     def about(self) -> Mapping[str, Any]:
         return {"version": self.version}
 
-    def predict(self, columns: Mapping[str, Any], *, deadline: float | None = None) -> LinearAnswer:  # noqa: ARG002
+    def predict(self, columns: Any, *, deadline: float | None = None) -> LinearAnswer:  # noqa: ARG002
         assert not self.closed, "asked after it was closed"
+        if isinstance(columns, CandidateColumns):
+            columns = columns.full()
         users = columns["user"]
         rows = len(users)
         if b"slow" in users:

@@ -15,7 +15,7 @@ from serve.server.serving import PATIENCE, GrpcClient, ask_http, rows_json, rows
 
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.errors import UnavailableError
-from monolith.serve.client import open_client
+from monolith.serve import Client
 from monolith.serve.server import ServeLimits
 
 INFER = b"POST /v2/models/f/infer HTTP/1.1\r\nhost: localhost\r\n"
@@ -119,11 +119,7 @@ def test_only_callers_with_a_certificate_are_answered(certificates, shared):
     made = {"guard": guard, "context": ssl_context(security, server=True)}
     with serving(one_model(), server=made, **({"port": 0} if shared else {})) as server:
         for url in (server.http_url, f"grpc://{server.grpc_address}"):
-            with open_client(url, guard, context=ssl_context(security, server=False)) as asker:
-                assert asker.ask("f", [{"user": "ann"}]).outputs["score"] == [3]
-            theirs = ssl_context(stranger, server=False)
-            with (
-                open_client(url, guard_caller(stranger), context=theirs) as asker,
-                pytest.raises(UnavailableError),
-            ):
-                asker.only_model()
+            with Client(url, security=security) as client:
+                assert client.predict("f", [{"user": "ann"}]).outputs["score"].tolist() == [3]
+            with Client(url, security=stranger) as client, pytest.raises(UnavailableError):
+                client.models()

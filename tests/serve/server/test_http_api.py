@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
-from serve.server.linear import LinearModel, one_model
+from serve.server.linear import LinearCatalog, LinearModel, one_model
 from serve.server.serving import PATIENCE, GrpcClient, ask_http, rows_json, rows_message, serving
 
 from monolith import __version__
@@ -233,6 +233,22 @@ def test_the_metrics_count_what_was_asked(served):
     text = get(served, "/metrics")[1].decode()
     assert 'monolith_serve_requests_total{code="ok",model="linear",transport="http",version="2"}' in text
     assert "monolith_serve_batch_rows_bucket" in text
+
+
+def test_batches_are_counted_by_the_name_that_is_served():
+    with serving(one_model(LinearModel(name="exported"))) as server:
+        assert ask_http(server.http_port, "POST", "/v2/models/f/infer", rows_json("a"))[0] == 200
+        text = get(server, "/metrics")[1].decode()
+    assert 'monolith_serve_batch_rows_count{model="f"} 1.0' in text
+    assert "exported" not in text
+
+
+def test_the_index_lists_splits():
+    catalog = LinearCatalog({"a": {"1": LinearModel}, "b": {"1": LinearModel}})
+    with serving(catalog, splits=("ads=a:90,b/1:10",)) as server:
+        found = ask_http(server.http_port, "POST", "/v2/repository/index")[1]
+        assert found[-1] == {"name": "ads", "version": "", "state": "READY", "reason": "split: a:90,b/1:10"}
+        assert len(found) == 3
 
 
 def test_a_caller_without_the_token_is_refused_but_for_probes():

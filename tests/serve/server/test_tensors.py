@@ -164,7 +164,7 @@ def test_rows_that_begin_nowhere_are_refused(splits):
         ([], "no inputs"),
         ([("usr", "BYTES", [1], ["a"])], "no input 'usr'"),
         ([("user", "BYTES", [1], ["a"]), ("user", "BYTES", [1], ["a"])], "twice"),
-        ([("user", "BYTES", [1], ["a"]), ("item", "INT64", [2], [1, 2])], "'item' has 2 rows"),
+        ([("user", "BYTES", [3], ["a", "b", "c"]), ("item", "INT64", [2], [1, 2])], "'item' has 2 rows"),
         ([("user", "INT64", [1], [1])], "'user' must be BYTES, got INT64"),
         ([("item", "BYTES", [1], ["a"])], "'item' must be INT64, got BYTES"),
         ([("item", "FP32", [1], [1.0])], "whole number, got FP32"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -70,6 +71,70 @@ class DataValidateOptions:
     """How the files are written; by default told by their names."""
     most: int = 20
     """Faults to print; the rest are only counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataJoinOptions:
+    """Join a log of served features with the actions of users, and write labelled examples to one file.
+
+    Examples have a column label with a number for each --positives, 1 or 0; set labels.NAME.column to label.
+    Negatives are all rows that were served and had no positive action within the window.
+    """
+
+    paths: tuple[str, ...]
+    """Files of the log, or patterns with * in them; read in the order of their names."""
+    actions: tuple[str, ...] = ()
+    """Files of actions, in order of time, or patterns: records with the columns of --key, --time and
+    --action."""
+    to: str = ""
+    """The file to write; it appears when it is complete."""
+    positives: tuple[str, ...] = ("1",)
+    """For each label the actions that make it 1, such as 1,2; several may follow each other."""
+    window: str = "1h"
+    """How long after a row was served its actions count: seconds, or as in 1h."""
+    lateness: str = "10m"
+    """How far from the order of time records of either stream may be."""
+    negative_rate: float = 1.0
+    """Fraction of negatives to keep; line_id.sample_rate of each example says it."""
+    key: str = "served.key"
+    """The column that names an event in both: ID/ROW of a request; or line_id.req_id, if all requests have
+    one row."""
+    time: str = "line_id.req_time"
+    """The column of Unix seconds in both."""
+    action: str = "line_id.actions"
+    """The column of the actions, whole numbers."""
+    actions_format: str | None = None
+    """The format of the files of actions; by default taken from their names."""
+    to_format: str | None = None
+    """The format to write; by default taken from the name of the file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSkewOptions:
+    """Compare served features and scores with what the training pipeline computes for the same events.
+
+    The exit status is 1 if there are differences.
+    """
+
+    run: str
+    """The folder of the run whose pipeline and model are compared with the log."""
+    log: tuple[str, ...]
+    """Files of the log of served features, or patterns with * in them."""
+    data: str | None = None
+    """Files of raw records of the served events, in place of those that the run predicts."""
+    key: str = "served.key"
+    """The column of the data that names the event: ID/ROW of its request, or the ID alone for row 0."""
+    config: Path | None = None
+    """The config file of the run; by default the one it was trained with."""
+    task: str | None = None
+    """The task, path/to/file.py:Name; by default the one that was trained."""
+    checkpoint: str | None = None
+    """The checkpoint whose scores are compared; by default that of the step that was served last, if it is
+    there."""
+    quiet: bool = False
+    """Show the result alone, and on standard error only warnings and errors."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,8 @@ SERVE_FIELDS = {
     "grpc_port": "serve.grpc_port",
     "allowed_hosts": "serve.allowed_hosts",
     "allow_control": "serve.allow_control",
+    "log_served": "serve.log.to",
+    "log_fraction": "serve.log.fraction",
     "split": "serve.splits",
     "shadow": "serve.shadows",
     "max_batch_rows": "serve.batching.max_rows",
@@ -178,6 +180,11 @@ class ServeOptions:
     access_log: float | None = None
     """Fraction of answered requests that are logged, 0 to 1; of refused ones, ten per second are; by default
     0 (serve.access_log)."""
+    log_served: str | None = None
+    """Log served features: requests, the features that the model was given, and its answers. A local folder,
+    or kafka://broker:port/topic; by default nothing is logged (serve.log.to)."""
+    log_fraction: float | None = None
+    """Fraction of requests whose features are logged; by default 1 (serve.log.fraction)."""
     peers: str | None = None
     """Set by --processes for each of them: INDEX/COUNT:FOLDER."""
     security: Annotated[SecurityOptions, tyro.conf.arg(name="")] = field(default_factory=SecurityOptions)

@@ -408,12 +408,12 @@ class RequestBatcher:
         one = piece.request
         try:
             try:
-                answer = self._ask(piece.columns.values, deadline=one.deadline)
+                answer = self._ask(piece.columns.asked, deadline=one.deadline)
             except RequestError:
                 if piece.is_whole:
                     raise
                 # The error names a row of the piece. All rows together are refused with the right one.
-                answer = self._ask(one.columns.values, deadline=one.deadline)
+                answer = self._ask(one.columns.asked, deadline=one.deadline)
                 one.taken, one.parts = one.columns.rows, []
             self._note(piece, plain_outputs(answer), answer)
         except Exception as error:

@@ -17,21 +17,26 @@ from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.batching import JSON_COST, Reservation
 from monolith.serve.server.inference import (
-    PRIORITY,
     TIMEOUT,
     InferReply,
     InferRequest,
     check_parameters,
     read_priority,
+    read_split_key,
     read_timeout,
 )
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
+from monolith.wire.open_inference import (
+    BINARY,
+    BINARY_OUTPUT,
+    BINARY_SIZE,
+    JSON_LENGTH,
+    PRIORITY,
+    SPLIT_KEY,
+    SPLIT_KEY_HEADER,
+    TIMEOUT_HEADER,
+)
 
-JSON_LENGTH = "inference-header-content-length"
-TIMEOUT_HEADER = "x-request-timeout-ms"
-BINARY_SIZE = "binary_data_size"
-BINARY = "binary_data"
-BINARY_OUTPUT = "binary_data_output"
 _DEEPEST = 10
 _WINDOWS = {"gzip": 31, "deflate": 15}
 _UNPACKED_AT_ONCE = 1 << 20
@@ -148,7 +153,7 @@ def read_infer(
     if not isinstance(message, dict):
         raise RequestError("the body must be a JSON object with `inputs`")
     parameters = _object(message, "parameters")
-    check_parameters("a request", parameters, (TIMEOUT, PRIORITY, BINARY_OUTPUT))
+    check_parameters("a request", parameters, (TIMEOUT, PRIORITY, SPLIT_KEY, BINARY_OUTPUT))
     wanted = _outputs(message)
     model, version = target
     request = InferRequest(
@@ -159,6 +164,7 @@ def read_infer(
         outputs=[name for name, _ in wanted],
         timeout=_timeout(headers, parameters),
         priority=read_priority(parameters.get(PRIORITY, 0)),
+        split_key=read_split_key(parameters.get(SPLIT_KEY, headers.get(SPLIT_KEY_HEADER, ""))),
         transport="http",
     )
     return request, BinaryOutputs(

@@ -104,6 +104,7 @@ class InferenceServer:
         self.grpc_address: str | None = None
         try:
             self.inference.repository.refresh()
+            self._take_splits()
             self._listen()
         except BaseException:
             self.close()
@@ -163,6 +164,14 @@ class InferenceServer:
                 go_to=lambda version: self.inference.repository.serve_only(name, version),
             )
         follower.attach(predictor)
+
+    def _take_splits(self) -> None:
+        """Divide requests as the other processes do, which an operator may have changed since they began."""
+        known, now = self.inference.traffic.described(), self._peers.splits()
+        if now is not None:
+            for name in {*known, *now}:
+                if known.get(name) != now.get(name):
+                    self.inference.set_split(name, now.get(name, ""))
 
     def _poll(self) -> None:
         while not self._stop.wait(self.config.poll.total_seconds()):

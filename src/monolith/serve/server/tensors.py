@@ -15,27 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monolith.errors import RequestError, RequestTooLargeError
-from monolith.serve.manifest import SPLITS, Signature, TensorSpec
+from monolith.serve.candidates import CandidateColumns
+from monolith.serve.manifest import Signature, TensorSpec
+from monolith.wire.open_inference import DTYPES, LENGTH_BYTES, SPLITS
 
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    "BOOL": np.dtype("?"),
-    "INT8": np.dtype("<i1"),
-    "INT16": np.dtype("<i2"),
-    "INT32": np.dtype("<i4"),
-    "INT64": np.dtype("<i8"),
-    "UINT8": np.dtype("<u1"),
-    "UINT16": np.dtype("<u2"),
-    "UINT32": np.dtype("<u4"),
-    "UINT64": np.dtype("<u8"),
-    "FP16": np.dtype("<f2"),
-    "FP32": np.dtype("<f4"),
-    "FP64": np.dtype("<f8"),
-}
-"""Little-endian layout of the values of a raw tensor, for all datatypes but BYTES."""
 DATATYPES = ("BYTES", *DTYPES)
 TIME = "time"
 """The meaning of an input of times, which may be texts."""
-_LENGTH_BYTES = 4
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 1 << 20
 """Of one input; each takes some 50 bytes of memory, and as few as 4 in a message."""
@@ -110,7 +96,7 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
 def raw_bytes(values: Values) -> bytes:
     """Return the bytes of a raw tensor."""
     if isinstance(values, list):
-        return b"".join(part for one in values for part in (len(one).to_bytes(_LENGTH_BYTES, "little"), one))
+        return b"".join(part for one in values for part in (len(one).to_bytes(LENGTH_BYTES, "little"), one))
     return np.ascontiguousarray(values).tobytes()
 
 
@@ -130,26 +116,36 @@ class RequestColumns:
     rows: int
     layout: tuple[tuple[str, int], ...]
     """Name and width of each column: requests of one layout can be answered together."""
+    shared: frozenset[str] = frozenset()
+    """Columns with one row, which holds for all; their row splits included. See `candidates`."""
+
+    @property
+    def asked(self) -> dict[str, Any] | CandidateColumns:
+        """What a predictor is asked."""
+        return self.values if not self.shared else merged([self])
 
     def part(self, begin: int, end: int) -> RequestColumns:
         """Return some of the rows, without a copy of arrays."""
         values: dict[str, Any] = {}
         for name, column in self.values.items():
             ends = self.values.get(name + SPLITS)
-            if name.endswith(SPLITS) and name.removesuffix(SPLITS) in self.values:
+            if name in self.shared:
+                values[name] = column
+            elif name.endswith(SPLITS) and name.removesuffix(SPLITS) in self.values:
                 values[name] = column[begin : end + 1] - column[begin]
             elif ends is not None:
                 values[name] = column[int(ends[begin]) : int(ends[end])]
             else:
                 values[name] = column[begin:end]
-        return RequestColumns(values, end - begin, self.layout)
+        return RequestColumns(values, end - begin, self.layout, self.shared)
 
 
 def columns_of(tensors: Sequence[WireTensor], signature: Signature) -> RequestColumns:
     """Return tensors as columns of a model.
 
     Raises:
-        RequestError: The model has no such input, or it is of another type or shape, or has other rows.
+        RequestError: The model has no such input, or it is of another type or shape, or has other rows; one
+            row next to more holds for all of them.
     """
     if not tensors:
         raise RequestError("the request has no inputs; it needs " + _names(signature))
@@ -161,7 +157,7 @@ def columns_of(tensors: Sequence[WireTensor], signature: Signature) -> RequestCo
         given[tensor.name] = tensor
     values: dict[str, Any] = {}
     layout: list[tuple[str, int]] = []
-    rows = -1
+    sizes: dict[str, int] = {}
     for name, tensor in given.items():
         if name not in known:
             if name.endswith(SPLITS) and name.removesuffix(SPLITS) in given:
@@ -174,23 +170,40 @@ def columns_of(tensors: Sequence[WireTensor], signature: Signature) -> RequestCo
         else:
             column, found, width = _typed(tensor, known[name]), len(ends) - 1, -1
             values[name + SPLITS] = ends
-        if rows == -1:
-            rows = found
-        elif found != rows:
-            raise RequestError(f"input {name!r} has {found} rows, those before it have {rows}")
+        sizes[name] = found
         values[name] = column
         is_text = known[name].datatype != "BYTES" and isinstance(column, list)
         layout.append(
             (f"{name} as text" if is_text else name, width)
         )  # not to be laid end to end with numbers
+    rows = _row_count(sizes)
+    shared = frozenset(name for name, size in sizes.items() if size != rows)
+    if shared:
+        # Requests with other columns of one row are not merged with this one: their columns differ in rows.
+        layout += [(f"{name} for all rows", 0) for name in shared]
+        shared |= {name + SPLITS for name in shared if name + SPLITS in values}
     layout.sort()
-    return RequestColumns(values, rows, tuple(layout))
+    return RequestColumns(values, rows, tuple(layout), shared)
+
+
+def _row_count(sizes: Mapping[str, int]) -> int:
+    """Return how many rows a request has: inputs with one row do not count where others have more."""
+    first = next(iter(sizes.values()))
+    if set(sizes.values()) == {first}:
+        return first
+    rows = first
+    for name, size in sizes.items():
+        if rows == 1:
+            rows = size
+        elif size not in (1, rows):
+            raise RequestError(f"input {name!r} has {size} rows, those before it have {rows}")
+    return rows
 
 
 class ColumnsPlan:
     """Makes columns of raw contents whose names, types and shapes were checked before."""
 
-    __slots__ = ("_layout", "_parts", "_rows")
+    __slots__ = ("_layout", "_parts", "_rows", "_shared")
 
     def __init__(
         self,
@@ -200,6 +213,7 @@ class ColumnsPlan:
         self._parts = parts
         self._rows = columns.rows
         self._layout = columns.layout
+        self._shared = columns.shared
 
     @classmethod
     def of(cls, tensors: Sequence[WireTensor], columns: RequestColumns) -> ColumnsPlan | None:
@@ -240,11 +254,23 @@ class ColumnsPlan:
                 values[name] = np.frombuffer(raw, dtype)
             else:
                 values[name] = np.frombuffer(raw, dtype).reshape(shape)
-        return RequestColumns(values, self._rows, self._layout)
+        return RequestColumns(values, self._rows, self._layout, self._shared)
 
 
-def merged(parts: Sequence[RequestColumns]) -> dict[str, Any]:
+def merged(parts: Sequence[RequestColumns]) -> dict[str, Any] | CandidateColumns:
     """Return the rows of all parts, which have one layout, one after another."""
+    whole = _merged_values(parts) if len(parts) > 1 else parts[0].values
+    shared = parts[0].shared
+    if not shared:
+        return whole
+    return CandidateColumns(
+        {name: column for name, column in whole.items() if name in shared},
+        {name: column for name, column in whole.items() if name not in shared},
+        np.array([part.rows for part in parts], np.int64),
+    )
+
+
+def _merged_values(parts: Sequence[RequestColumns]) -> dict[str, Any]:
     first = parts[0].values
     whole: dict[str, Any] = {}
     for name in first:
@@ -283,15 +309,15 @@ def _read_texts(name: str, count: int, data: bytes | memoryview) -> list[bytes]:
         )
     whole = bytes(data)
     size = len(whole)
-    if count * _LENGTH_BYTES > size:
+    if count * LENGTH_BYTES > size:
         raise RequestError(
-            f"input {name!r}: {count} texts with their lengths take at least {count * _LENGTH_BYTES} bytes, "
+            f"input {name!r}: {count} texts with their lengths take at least {count * LENGTH_BYTES} bytes, "
             f"got {size}"
         )
     texts: list[bytes] = []
     at = 0
     for number in range(count):
-        begin = at + _LENGTH_BYTES
+        begin = at + LENGTH_BYTES
         end = begin + int.from_bytes(whole[at:begin], "little")
         if begin > size or end > size:
             raise RequestError(

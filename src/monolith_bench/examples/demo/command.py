@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +34,7 @@ from monolith.checkpoint import read_checkpoint_state
 from monolith.errors import ConfigError, MissingExtraError, MonolithError, TrainingError
 from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import how_to_export, task_exporter
-from monolith.serve.client import open_client
+from monolith.serve.client import Client, ClientOptions
 from monolith.ui import Feed, Page
 from monolith.wire.ports import bound_socket
 from monolith_bench.examples.demo.drawing import (
@@ -227,8 +228,8 @@ class Demo:
         )
         page = opened.enter_context(Page([self._feed, f"trainer={job.model_dir}", f"server={url}"]))
         self._note(f"[bold]the page[/]: {page.address}")
-        asker = opened.enter_context(open_client(url, timeout=60.0))
-        prober = Prober(lambda: ask_scores(asker, MODEL), every=self.plan.probe_every)
+        client = opened.enter_context(Client(url, options=ClientOptions(timeout=timedelta(minutes=1))))
+        prober = Prober(lambda: ask_scores(client, MODEL), every=self.plan.probe_every)
         self._prober = opened.enter_context(prober)
 
     def _show_new_item(self, process: TrainingProcess) -> None:

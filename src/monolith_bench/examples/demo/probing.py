@@ -20,10 +20,10 @@ _STRANGER = {"user": NEW_ITEM + 2, "context": NEW_ITEM + 3}
 """The other features of a request: unknown ids, so that only the item can move the score."""
 
 
-def ask_scores(asker: Client, model: str) -> tuple[float, float, int]:
+def ask_scores(client: Client, model: str) -> tuple[float, float, int]:
     """Ask a server what a stranger thinks of the new item and of an unknown one, in one request."""
     rows = [{**_STRANGER, "item": item} for item in (NEW_ITEM, UNKNOWN_ITEM)]
-    answered = asker.ask(model, rows)
+    answered = client.predict(model, rows)
     (scores,) = answered.outputs.values()
     return float(scores[0]), float(scores[1]), int(answered.parameters.get("step", 0))
 

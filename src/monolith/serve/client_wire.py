@@ -1,0 +1,858 @@
+"""The wire of a client: requests and answers of the Open Inference Protocol over HTTP and gRPC.
+
+A *dialect* turns what a client wants into a `WireCall`, and bytes or messages of the server into our types;
+it does no I/O. A *transport* sends one call and returns the raw reply, or raises a `WireError` that says
+whether sending it again is safe. There are two dialects and, as threads and event loops use each, four
+transports.
+
+    dialect.infer(...) ──► WireCall ──► transport.send(call, seconds) ──► raw reply ──► call.read ──► answer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+import ssl
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monolith import concurrency
+from monolith.cluster.security import HEADER, Guard, grpc_async_channel, grpc_channel
+from monolith.errors import (
+    DeadlineExceededError,
+    ForbiddenError,
+    MissingExtraError,
+    MonolithError,
+    OverloadedError,
+    RequestError,
+    RequestTooLargeError,
+    UnavailableError,
+    UnknownModelError,
+)
+from monolith.wire.open_inference import (
+    BINARY_EXTENSION,
+    BINARY_OUTPUT,
+    BINARY_SIZE,
+    CONTENTS,
+    DTYPES,
+    JSON_LENGTH,
+    LENGTH_BYTES,
+    PRIORITY,
+    RETRY_HEADER,
+    SERVICE,
+    SPLITS,
+    TIMEOUT_HEADER,
+    message_types,
+    service_methods,
+)
+
+LARGEST_ANSWER = 1 << 30
+"""Bytes of an answer; a longer one is refused."""
+KEEP_ALIVE = 60.0
+"""Seconds that an idle connection is kept: less than servers do, so that none is closed under a request."""
+_ISO = re.compile(r"\d{4}-\d\d-\d\d")
+_GRPC_OPTIONS = {
+    "grpc.max_receive_message_length": LARGEST_ANSWER,
+    "grpc.max_send_message_length": -1,
+    # A restarted server is found within a second; by default a channel waits up to two minutes.
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.min_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 1000,
+    # A connection that a firewall dropped without a word fails after this, instead of for ever.
+    "grpc.keepalive_time_ms": 60_000,
+}
+
+Row = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientInput:
+    """An input of a model, as its metadata describes it.
+
+    Examples:
+        >>> from monolith.serve import ClientInput
+        >>> ClientInput("price", "FP32", (-1,)).shape  # one number per row
+        (-1,)
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientAnswer:
+    """The answer of a server for some rows.
+
+    Examples:
+        >>> import numpy as np
+        >>> from monolith.serve import ClientAnswer
+        >>> scores = np.array([0.12, 0.40], np.float32)
+        >>> answer = ClientAnswer("ads", "140", {"click": scores}, {"step": 140, "staleness": 0.8})
+        >>> answer.outputs["click"].argmax(), answer.step, answer.staleness.total_seconds()
+        (np.int64(1), 140, 0.8)
+    """
+
+    model: str
+    """The model that answered; of a split, the chosen one."""
+    version: str
+    outputs: dict[str, NDArray[Any]]
+    """Output -> an array whose first dimension is the rows; texts are `str`, in an array of objects."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Everything else that the server says: step, watermark, staleness, missing_shards and so on."""
+    ignored: tuple[str, ...] = ()
+    """Columns of the request that the model does not read; they were not sent."""
+    id: str = ""
+    """The ID of the request."""
+
+    @property
+    def step(self) -> int | None:
+        """The training step whose updates every row of the answer includes; None if it is not known."""
+        return None if "step" not in self.parameters else int(self.parameters["step"])
+
+    @property
+    def staleness(self) -> timedelta | None:
+        """The age of the rows that the answer was made of; None if it is not known."""
+        said = self.parameters.get("staleness")
+        return None if said is None else timedelta(seconds=float(said))
+
+
+# Values to tensors
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTensor:
+    """An input as it is sent: checked, of the datatype it says."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    values: NDArray[Any] | list[bytes]
+    """All values, flat; texts for BYTES."""
+
+    def raw(self) -> bytes:
+        """Return the bytes of a raw tensor."""
+        if isinstance(self.values, list):
+            parts = ((len(one).to_bytes(LENGTH_BYTES, "little"), one) for one in self.values)
+            return b"".join(part for pair in parts for part in pair)
+        return self.values.tobytes()
+
+    def plain(self) -> list[Any]:
+        """Return the values as JSON has them."""
+        if isinstance(self.values, list):
+            try:
+                return [one.decode() for one in self.values]
+            except UnicodeDecodeError as cause:
+                raise RequestError(
+                    f"{self.name!r} has bytes that are not UTF-8, and the server takes texts as JSON only"
+                ) from cause
+        values: list[Any] = self.values.tolist()
+        if self.values.dtype.kind == "f" and np.isnan(self.values).any():
+            return [None if math.isnan(one) else one for one in values]
+        return values
+
+
+def encode_inputs(
+    known: Sequence[ClientInput], given: Sequence[Row] | Mapping[str, Any]
+) -> tuple[list[EncodedTensor], tuple[str, ...]]:
+    """Return rows, or columns, as the inputs that a model takes, and the names of those it does not take.
+
+    Raises:
+        RequestError: A value has another type than its input, or the model takes none of them.
+    """
+    if isinstance(given, Mapping):
+        names, columns = list(given), given
+    else:
+        if not given:
+            raise RequestError("the request has no rows")
+        names = list(dict.fromkeys(name for row in given for name in row))
+        columns = {one.name: [row.get(one.name) for row in given] for one in known if one.name in names}
+    used = [one for one in known if one.name in columns]
+    if not used:
+        takes = ", ".join(one.name for one in known)
+        raise RequestError(f"the model takes {takes}; the request has {', '.join(sorted(names))}")
+    ignored = tuple(sorted(set(names) - {one.name for one in known}))
+    return [tensor for one in used for tensor in tensors_of(one, columns[one.name])], ignored
+
+
+def tensors_of(one: ClientInput, values: Any) -> list[EncodedTensor]:
+    """Return a column as inputs of a request: one, or two if rows are missing or lists of different lengths.
+
+    Args:
+        values: A list of a value, a list of values, or None, for each row; or an array.
+
+    Raises:
+        RequestError: A value has another type than the input.
+    """
+    if not isinstance(values, (list, tuple)) and hasattr(values, "__array__"):
+        array = np.asarray(values)
+        if one.datatype != "BYTES" and array.dtype.kind != "O":
+            return [_array_tensor(one, array)]
+        values = array.tolist()
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise RequestError(f"{one.name!r} must be a list of a value for each row, or an array")
+    values = list(values)
+    kinds = set(map(type, values))
+    if one.datatype == "INT64" and kinds <= {str, list} and all(map(_is_time, values)):
+        one = replace(one, datatype="BYTES")  # the server accepts or refuses it
+    if len(one.shape) == 1 and not kinds & {list, tuple, np.ndarray, type(None)}:
+        return [_tensor(one, (len(values),), values, kinds)]
+    lists = [_items(value) for value in values]
+    if len(one.shape) == 2 and one.shape[1] != -1 and DTYPES.get(one.datatype, _INT64).kind == "f":
+        # A number that is missing keeps its place in the row, as NaN.
+        width = one.shape[1]
+        lists = [items or [None] * width for items in lists]
+        flat = [math.nan if item is None else item for items in lists for item in items]
+        for row, items in enumerate(lists):
+            if len(items) != width:
+                raise RequestError(f"row {row}: {one.name!r} must have {width} numbers, got {len(items)}")
+        return [_tensor(one, (len(lists), width), flat)]
+    lists = [[item for item in items if item is not None] for items in lists]
+    ends = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+    flat = [item for items in lists for item in items]
+    return [
+        _tensor(one, (len(flat),), flat),
+        EncodedTensor(one.name + SPLITS, "INT64", (len(ends),), ends),
+    ]
+
+
+_INT64 = DTYPES["INT64"]
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the values of a row: none, one or several."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value]
+
+
+def _is_time(value: Any) -> bool:
+    """Whether a value is an ISO 8601 time, or a list of them."""
+    if isinstance(value, list) and value:
+        return all(map(_is_time, value))
+    return isinstance(value, str) and _ISO.match(value) is not None
+
+
+_PLAIN: Mapping[str, frozenset[type]] = {
+    "i": frozenset({int}),
+    "u": frozenset({int}),
+    "f": frozenset({int, float}),
+    "b": frozenset({bool}),
+}
+"""Types of values that need no look one by one, by the kind of the array they become."""
+
+
+def _tensor(
+    one: ClientInput, shape: tuple[int, ...], values: list[Any], kinds: set[type] | None = None
+) -> EncodedTensor:
+    """Return values, none of which is None, as a tensor."""
+    kinds = set(map(type, values)) if kinds is None else kinds
+    if one.datatype == "BYTES":
+        if not kinds <= {str}:
+            values = [_text(one, row, value) for row, value in enumerate(values)]
+        try:
+            texts = [value if isinstance(value, bytes) else value.encode() for value in values]
+        except UnicodeEncodeError as cause:
+            raise RequestError(f"{one.name!r} has half of a character") from cause
+        return EncodedTensor(one.name, one.datatype, shape, texts)
+    dtype = _dtype(one)
+    if not kinds <= _PLAIN[dtype.kind]:
+        values = [_number(one, dtype, row, value) for row, value in enumerate(values)]
+    try:
+        with np.errstate(over="ignore"):
+            return EncodedTensor(one.name, one.datatype, shape, np.array(values, dtype))
+    except (OverflowError, ValueError) as cause:
+        raise RequestError(f"{one.name!r}: a value is too large for {one.datatype}") from cause
+
+
+def _array_tensor(one: ClientInput, array: NDArray[Any]) -> EncodedTensor:
+    dtype = _dtype(one)
+    fits = {"i": "iu", "u": "iu", "f": "iuf", "b": "b"}[dtype.kind]
+    if array.dtype.kind not in fits or array.ndim not in (1, 2):
+        raise RequestError(
+            f"{one.name!r} must be {one.datatype} with one or two dimensions, got an array of {array.dtype} "
+            f"with the shape {list(array.shape)}"
+        )
+    if array.ndim == 1 and len(one.shape) == 2:
+        array = array[:, None]  # a list of one value in each row
+    with np.errstate(over="ignore"):
+        typed = array.astype(dtype, copy=False)
+    if dtype.kind in "iu" and array.dtype != dtype and not np.array_equal(typed, array):
+        raise RequestError(f"{one.name!r}: a value is too large for {one.datatype}")
+    return EncodedTensor(one.name, one.datatype, array.shape, np.ascontiguousarray(typed).reshape(-1))
+
+
+def _dtype(one: ClientInput) -> np.dtype[Any]:
+    try:
+        return DTYPES[one.datatype]
+    except KeyError:
+        raise RequestError(f"{one.name!r} is {one.datatype}, which this client cannot send") from None
+
+
+def _text(one: ClientInput, row: int, value: Any) -> str | bytes:
+    if isinstance(value, str | bytes):
+        return value
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, int | float):
+        return str(value)
+    raise _wrong(one, row, value)
+
+
+def _number(one: ClientInput, dtype: np.dtype[Any], row: int, value: Any) -> Any:
+    value = value.item() if isinstance(value, np.generic) else value
+    if type(value) in _PLAIN[dtype.kind]:
+        return value
+    raise _wrong(one, row, value)
+
+
+def _wrong(one: ClientInput, row: int, value: Any) -> RequestError:
+    try:
+        shown = json.dumps(value)
+    except TypeError:
+        shown = repr(value)
+    return RequestError(f"row {row}: {one.name!r} must be {one.datatype}, got {shown[:60]}")
+
+
+# Calls and replies
+
+
+@dataclass(frozen=True, slots=True)
+class InferQuestion:
+    """What is asked of a model."""
+
+    model: str
+    version: str
+    tensors: Sequence[EncodedTensor]
+    outputs: Sequence[str]
+    id: str
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class WireCall(Generic[T]):
+    """One message to a server, and how to read the reply."""
+
+    method: str
+    """Of HTTP, or the name of a gRPC method."""
+    read: Callable[[Any], T]
+    path: str = ""
+    body: Any = None
+    """Bytes over HTTP, a message over gRPC."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class WireError(Exception):
+    """A call that failed: why, and whether it may be sent again."""
+
+    def __init__(self, error: MonolithError, *, may_retry: bool = False, wait: float = 0.0) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.may_retry = may_retry
+        self.wait = wait
+        """Seconds after which the server wants to be asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRawReply:
+    """The reply to an HTTP request, read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Dialect(Protocol):
+    """The calls of a client, over one transport."""
+
+    def models(self) -> WireCall[list[str]]: ...
+    def extensions(self) -> WireCall[tuple[str, ...]] | None:
+        """Return the call that asks which extensions a server has; None if it does not matter."""
+
+    def inputs(self, model: str, version: str) -> WireCall[tuple[ClientInput, ...]]: ...
+    def infer(self, question: InferQuestion, extensions: tuple[str, ...]) -> WireCall[ClientAnswer]: ...
+
+
+class HttpDialect:
+    """The protocol over HTTP: tensors in binary if the server takes them so, otherwise JSON."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def models(self) -> WireCall[list[str]]:
+        def read(reply: HttpRawReply) -> list[str]:
+            return sorted({str(one["name"]) for one in self._json(reply.body)})
+
+        return WireCall("POST", self._reader(read), "/v2/repository/index", b"{}")
+
+    def extensions(self) -> WireCall[tuple[str, ...]]:
+        def read(reply: HttpRawReply) -> tuple[str, ...]:
+            return tuple(map(str, self._json(reply.body).get("extensions", ())))
+
+        return WireCall("GET", self._reader(read), "/v2")
+
+    def inputs(self, model: str, version: str) -> WireCall[tuple[ClientInput, ...]]:
+        def read(reply: HttpRawReply) -> tuple[ClientInput, ...]:
+            said = self._json(reply.body)["inputs"]
+            return tuple(ClientInput(one["name"], one["datatype"], tuple(one["shape"])) for one in said)
+
+        return WireCall("GET", self._reader(read), _model_path(model, version))
+
+    def infer(self, question: InferQuestion, extensions: tuple[str, ...]) -> WireCall[ClientAnswer]:
+        binary = BINARY_EXTENSION in extensions
+        raws: list[bytes] = []
+        inputs: list[dict[str, Any]] = []
+        for one in question.tensors:
+            line: dict[str, Any] = {"name": one.name, "datatype": one.datatype, "shape": one.shape}
+            if binary:
+                raws.append(one.raw())
+                line["parameters"] = {BINARY_SIZE: len(raws[-1])}
+            else:
+                line["data"] = one.plain()
+            inputs.append(line)
+        message: dict[str, Any] = {"inputs": inputs}
+        parameters: dict[str, Any] = {BINARY_OUTPUT: True} if binary else {}
+        if question.priority:
+            parameters[PRIORITY] = question.priority
+        if parameters:
+            message["parameters"] = parameters
+        if question.id:
+            message["id"] = question.id
+        if question.outputs:
+            message["outputs"] = [{"name": name} for name in question.outputs]
+        try:
+            head = json.dumps(message, allow_nan=False).encode()
+        except ValueError as cause:
+            raise RequestError("a number is infinite, which JSON cannot express") from cause
+        headers = {JSON_LENGTH: str(len(head))} if binary else {}
+        path = f"{_model_path(question.model, question.version)}/infer"
+        return WireCall("POST", self._reader(self._answer), path, b"".join([head, *raws]), headers)
+
+    def _answer(self, reply: HttpRawReply) -> ClientAnswer:
+        size = int(reply.headers.get(JSON_LENGTH, len(reply.body)))
+        said, at = self._json(reply.body[:size]), size
+        outputs: dict[str, NDArray[Any]] = {}
+        for one in said["outputs"]:
+            length = one.get("parameters", {}).get(BINARY_SIZE)
+            if length is None:
+                outputs[one["name"]] = _listed(one["datatype"], one["shape"], one["data"])
+                continue
+            raw = reply.body[at : at + length]
+            outputs[one["name"]] = _unpacked(one["datatype"], one["shape"], raw)
+            at += length
+        return ClientAnswer(
+            said["model_name"],
+            str(said.get("model_version", "")),
+            outputs,
+            said.get("parameters", {}),
+            id=said.get("id", ""),
+        )
+
+    def _reader(self, read: Callable[[HttpRawReply], T]) -> Callable[[HttpRawReply], T]:
+        """Return a reader of replies that are what the protocol says."""
+
+        def checked(reply: HttpRawReply) -> T:
+            if reply.status != 200:
+                raise self._failure(reply)
+            try:
+                return read(reply)
+            except (ValueError, KeyError, TypeError, AttributeError) as cause:
+                raise WireError(_not_a_server(self._where, cause)) from cause
+
+        return checked
+
+    def _failure(self, reply: HttpRawReply) -> WireError:
+        try:
+            said = json.loads(reply.body)
+            text = said.get("error", said) if isinstance(said, dict) else said
+        except ValueError:
+            text = reply.body[:200].decode("utf-8", "replace")
+        kind = _HTTP_ERRORS.get(reply.status, RequestError if reply.status < 500 else UnavailableError)
+        return WireError(
+            kind(f"{self._where} answered {reply.status}: {text}"),
+            may_retry=reply.status in (429, 503),
+            wait=_seconds(reply.headers.get("retry-after", "")),
+        )
+
+    def _json(self, body: bytes) -> Any:
+        return json.loads(body)
+
+
+_HTTP_ERRORS: Mapping[int, type[MonolithError]] = {
+    401: ForbiddenError,
+    403: ForbiddenError,
+    404: UnknownModelError,
+    413: RequestTooLargeError,
+    429: OverloadedError,
+    504: DeadlineExceededError,
+}
+_GRPC_ERRORS: Mapping[str, type[MonolithError]] = {
+    "NOT_FOUND": UnknownModelError,
+    "RESOURCE_EXHAUSTED": OverloadedError,
+    "DEADLINE_EXCEEDED": DeadlineExceededError,
+    "UNAVAILABLE": UnavailableError,
+    "INTERNAL": UnavailableError,
+    "UNKNOWN": UnavailableError,
+    "UNAUTHENTICATED": ForbiddenError,
+    "PERMISSION_DENIED": ForbiddenError,
+}
+
+
+class GrpcDialect:
+    """The protocol over gRPC: tensors are raw."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def models(self) -> WireCall[list[str]]:
+        message = message_types().RepositoryIndexRequest()
+        return WireCall(
+            "RepositoryIndex", lambda said: sorted({one.name for one in said.models}), "", message
+        )
+
+    def extensions(self) -> None:
+        return None
+
+    def inputs(self, model: str, version: str) -> WireCall[tuple[ClientInput, ...]]:
+        def read(said: Any) -> tuple[ClientInput, ...]:
+            return tuple(ClientInput(one.name, one.datatype, tuple(one.shape)) for one in said.inputs)
+
+        message = message_types().ModelMetadataRequest(name=model, version=version)
+        return WireCall("ModelMetadata", read, "", message)
+
+    def infer(self, question: InferQuestion, extensions: tuple[str, ...]) -> WireCall[ClientAnswer]:  # noqa: ARG002
+        kind = message_types().ModelInferRequest
+        message = kind(
+            model_name=question.model,
+            model_version=question.version,
+            id=question.id,
+            inputs=[
+                kind.InferInputTensor(name=one.name, datatype=one.datatype, shape=one.shape)
+                for one in question.tensors
+            ],
+            outputs=[kind.InferRequestedOutputTensor(name=name) for name in question.outputs],
+            raw_input_contents=[one.raw() for one in question.tensors],
+        )
+        if question.priority:
+            message.parameters[PRIORITY].int64_param = question.priority
+        return WireCall("ModelInfer", self._answer, "", message)
+
+    def _answer(self, said: Any) -> ClientAnswer:
+        raws = said.raw_output_contents
+        outputs: dict[str, NDArray[Any]] = {}
+        try:
+            for number, one in enumerate(said.outputs):
+                if raws:
+                    outputs[one.name] = _unpacked(one.datatype, one.shape, raws[number])
+                else:
+                    values = getattr(one.contents, CONTENTS[one.datatype])
+                    outputs[one.name] = _listed(one.datatype, one.shape, values)
+        except (ValueError, KeyError, IndexError) as cause:
+            raise WireError(_not_a_server(self._where, cause)) from cause
+        parameters = {
+            name: getattr(value, value.WhichOneof("parameter_choice"))
+            for name, value in sorted(said.parameters.items())
+            if value.WhichOneof("parameter_choice")
+        }
+        return ClientAnswer(said.model_name, said.model_version, outputs, parameters, id=said.id)
+
+
+def _unpacked(datatype: str, shape: Sequence[int], raw: bytes) -> NDArray[Any]:
+    """Return a raw tensor of an answer; raises a ValueError or KeyError if it is none."""
+    if datatype != "BYTES":
+        return np.frombuffer(raw, DTYPES[datatype]).reshape(shape)
+    texts: list[bytes] = []
+    at = 0
+    while at < len(raw):
+        end = at + LENGTH_BYTES + int.from_bytes(raw[at : at + LENGTH_BYTES], "little")
+        texts.append(raw[at + LENGTH_BYTES : end])
+        at = end
+    if at != len(raw):
+        raise ValueError("a text ends after its tensor")
+    return _listed(datatype, shape, texts)
+
+
+def _listed(datatype: str, shape: Sequence[int], values: Iterable[Any]) -> NDArray[Any]:
+    """Return values of an answer as an array; raises a ValueError, TypeError or KeyError if it cannot be."""
+    if datatype == "BYTES":
+        # Bytes that are not UTF-8 can be told apart, and encoded again.
+        texts = [one.decode("utf-8", "surrogateescape") if isinstance(one, bytes) else one for one in values]
+        return np.array(texts, dtype=object).reshape(tuple(shape))
+    return np.array(list(values), DTYPES[datatype]).reshape(tuple(shape))
+
+
+def _not_a_server(where: str, cause: Exception) -> UnavailableError:
+    return UnavailableError(
+        f"the process at {where} is not a server of the Open Inference Protocol: its answer cannot be read "
+        f"({type(cause).__name__}: {cause})"
+    )
+
+
+def _seconds(text: str) -> float:
+    """Return what a server says about when to retry, in seconds; 0 if it does not, or gives a date."""
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        return 0.0
+
+
+def _model_path(model: str, version: str) -> str:
+    path = f"/v2/models/{quote(model, safe='')}"
+    return f"{path}/versions/{quote(version, safe='')}" if version else path
+
+
+# Transports
+
+
+class ClientTransport(Protocol):
+    """Sends calls on the calling thread. Thread-safe."""
+
+    def send(self, call: WireCall[Any], seconds: float) -> Any:
+        """Return the raw reply.
+
+        Raises:
+            WireError: There is none, within these seconds.
+        """
+
+    def close(self) -> None: ...
+
+
+class AsyncClientTransport(Protocol):
+    """Sends calls on the running event loop."""
+
+    async def send(self, call: WireCall[Any], seconds: float) -> Any: ...
+    async def close(self) -> None: ...
+
+
+class _Http:
+    """What both transports over HTTP share."""
+
+    def __init__(self, url: str, guard: Guard, context: ssl.SSLContext | None, connections: int) -> None:
+        try:
+            import httpx
+        except ImportError as cause:
+            raise MissingExtraError("httpx", "serve", "a client over HTTP") from cause
+        self._httpx = httpx
+        self._where = url.partition("://")[2]
+        self._connections = connections
+        # Answers are not compressed unless asked for: between two machines of a rack that costs more than
+        # it saves.
+        headers = {"accept-encoding": "identity"}
+        if guard.header is not None:
+            headers[HEADER] = guard.header
+        self._extensions = {"sni_hostname": guard.server_name} if guard.server_name else {}
+        self._settings: dict[str, Any] = {
+            "base_url": url,
+            "headers": headers,
+            "trust_env": False,  # no proxy and no certificates from the environment
+            "limits": httpx.Limits(
+                max_connections=connections,
+                max_keepalive_connections=connections,
+                keepalive_expiry=KEEP_ALIVE,
+            ),
+        }
+        # Without TLS, False keeps httpx from reading the certificates of the system for nothing.
+        is_https = url.startswith("https:")
+        self._settings["verify"] = (context or ssl.create_default_context()) if is_https else False
+
+    def _request(self, call: WireCall[Any], seconds: float) -> dict[str, Any]:
+        """Return the arguments of `httpx.Client.stream`."""
+        return {
+            "method": call.method,
+            "url": call.path,
+            "content": call.body,
+            "headers": {**call.headers, TIMEOUT_HEADER: str(max(1, int(seconds * 1e3)))},
+            # Of each phase: waiting for a connection, connecting, sending, and the head of the answer.
+            "timeout": seconds,
+            "extensions": dict(self._extensions),
+        }
+
+    @contextlib.contextmanager
+    def _translated(self, seconds: float) -> Iterator[None]:
+        httpx = self._httpx
+        try:
+            yield
+        except httpx.PoolTimeout as cause:
+            raise self._too_busy(seconds) from cause
+        except (httpx.TimeoutException, TimeoutError) as cause:
+            late = f"{self._where} did not answer within {seconds:.3g} s"
+            raise WireError(DeadlineExceededError(late)) from cause
+        except (httpx.TransportError, ssl.SSLError) as cause:
+            gone = UnavailableError(
+                f"cannot reach a server at {self._where}: {cause or type(cause).__name__}. Is `monolith "
+                "serve` running there?"
+            )
+            raise WireError(gone, may_retry=True) from cause
+
+    def _too_busy(self, seconds: float) -> WireError:
+        busy = f"all {self._connections} connections to {self._where} were busy for {seconds:.3g} s"
+        return WireError(DeadlineExceededError(f"{busy} (ClientOptions.connections)"))
+
+    def _too_long(self) -> WireError:
+        return WireError(
+            UnavailableError(f"the answer of {self._where} has more than {LARGEST_ANSWER} bytes")
+        )
+
+
+class HttpTransport(_Http):
+    """A pool of HTTP connections for threads.
+
+    Each connection is an httpx client of its own, and one thread uses it at a time. The pool of httpx is not
+    safe to share: a thread may close the connection that another one has just begun to use, whose request
+    then fails or waits for its timeout (https://github.com/encode/httpcore/issues/1110).
+    """
+
+    def __init__(self, url: str, guard: Guard, context: ssl.SSLContext | None, connections: int) -> None:
+        super().__init__(url, guard, context, connections)
+        self._settings["limits"] = self._httpx.Limits(max_connections=1, keepalive_expiry=KEEP_ALIVE)
+        self._room = concurrency.BoundedSemaphore(connections)
+        self._idle: list[Any] = []
+        """The last one that was used is used next, so that idle ones expire."""
+        self._closed = False
+
+    def send(self, call: WireCall[Any], seconds: float) -> HttpRawReply:
+        deadline = concurrency.monotonic() + seconds
+        if not self._room.acquire(timeout=seconds):
+            raise self._too_busy(seconds)
+        try:
+            try:
+                client = self._idle.pop()
+            except IndexError:
+                client = self._httpx.Client(**self._settings)
+            try:
+                return self._send(client, call, deadline)
+            finally:
+                self._idle.append(client)
+                if self._closed:
+                    self.close()
+        finally:
+            self._room.release()
+
+    def _send(self, client: Any, call: WireCall[Any], deadline: float) -> HttpRawReply:
+        seconds = max(0.001, deadline - concurrency.monotonic())
+        body = bytearray()
+        with self._translated(seconds), client.stream(**self._request(call, seconds)) as reply:
+            for part in reply.iter_bytes():
+                body += part
+                if len(body) > LARGEST_ANSWER:
+                    raise self._too_long()
+                if concurrency.monotonic() > deadline:  # an answer that trickles
+                    raise TimeoutError
+            return HttpRawReply(reply.status_code, reply.headers, bytes(body))
+
+    def close(self) -> None:
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+
+
+class AsyncHttpTransport(_Http):
+    """A pool of HTTP connections for an event loop."""
+
+    def __init__(self, url: str, guard: Guard, context: ssl.SSLContext | None, connections: int) -> None:
+        super().__init__(url, guard, context, connections)
+        self._client = self._httpx.AsyncClient(**self._settings)
+
+    async def send(self, call: WireCall[Any], seconds: float) -> HttpRawReply:
+        body = bytearray()
+        with self._translated(seconds):
+            async with asyncio.timeout(seconds), self._client.stream(**self._request(call, seconds)) as reply:
+                async for part in reply.aiter_bytes():
+                    body += part
+                    if len(body) > LARGEST_ANSWER:
+                        raise self._too_long()
+                return HttpRawReply(reply.status_code, reply.headers, bytes(body))
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _grpc_failure(where: str, error: Any) -> WireError:
+    """Return the failure that a gRPC error is."""
+    code, details = error.code().name, error.details()
+    pushback = [value for key, value in error.trailing_metadata() or () if key == RETRY_HEADER]
+    never = any(value.startswith("-") for value in pushback)
+    kind = _GRPC_ERRORS.get(code, RequestError)
+    if kind is OverloadedError and never:
+        kind = RequestTooLargeError
+    return WireError(
+        kind(f"{where} answered {code}: {details}"),
+        may_retry=code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED") and not never,
+        wait=_seconds(pushback[0]) / 1e3 if pushback else 0.0,
+    )
+
+
+class _GrpcMethods:
+    """The methods of a channel, each made when it is first called."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self._methods: dict[str, Any] = {}
+
+    def method(self, name: str) -> Any:
+        found = self._methods.get(name)
+        if found is None:
+            request, reply = service_methods()[name]
+            found = self._methods[name] = self.channel.unary_unary(
+                f"/{SERVICE}/{name}",
+                request_serializer=request.SerializeToString,
+                response_deserializer=reply.FromString,
+            )
+        return found
+
+
+class GrpcTransport:
+    """A gRPC channel for threads; all requests share its connection."""
+
+    def __init__(self, address: str, guard: Guard) -> None:
+        self._error = _import_grpc().RpcError
+        self._where = address
+        self._methods = _GrpcMethods(grpc_channel(address, guard, _GRPC_OPTIONS))
+
+    def send(self, call: WireCall[Any], seconds: float) -> Any:
+        try:
+            return self._methods.method(call.method)(call.body, timeout=seconds)
+        except self._error as cause:
+            raise _grpc_failure(self._where, cause) from cause
+
+    def close(self) -> None:
+        self._methods.channel.close()
+
+
+class AsyncGrpcTransport:
+    """A gRPC channel for the event loop that first uses it."""
+
+    def __init__(self, address: str, guard: Guard) -> None:
+        self._error = _import_grpc().RpcError
+        self._where, self._guard = address, guard
+        self._methods: _GrpcMethods | None = None
+
+    async def send(self, call: WireCall[Any], seconds: float) -> Any:
+        if self._methods is None:  # a channel belongs to the loop that runs when it is made
+            self._methods = _GrpcMethods(grpc_async_channel(self._where, self._guard, _GRPC_OPTIONS))
+        try:
+            return await self._methods.method(call.method)(call.body, timeout=seconds)
+        except self._error as cause:
+            raise _grpc_failure(self._where, cause) from cause
+
+    async def close(self) -> None:
+        if self._methods is not None:
+            await self._methods.channel.close()
+
+
+def _import_grpc() -> Any:
+    try:
+        import grpc  # type: ignore[import-untyped]
+    except ImportError as cause:
+        raise MissingExtraError("grpcio", "serve", "requests over gRPC") from cause
+    return grpc
