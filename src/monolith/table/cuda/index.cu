@@ -283,8 +283,8 @@ extern "C" __global__ void capture_rows(const u64* __restrict__ keys, u64 bucket
 #define NEVER_IDLE 0x7fffffff
 
 // Writes the stamp of each place (`Recency`), by which idle rows are chosen: NEVER_IDLE for a place without a
-// row, and for one with a stamp from `first` on, which must stay. A row without a stamp was made by a captured
-// step: it counts as used by `batch`.
+// row, and for one with a stamp from `first` on, which must stay. A row without a stamp was made by a
+// captured step: it counts as used by `batch`.
 extern "C" __global__ void idle_stamps(const u64* __restrict__ keys, u64 buckets, int* __restrict__ stamps,
                                        int batch, int first, int* __restrict__ idle) {
   const u64 place = (u64)blockIdx.x * blockDim.x + threadIdx.x;

@@ -53,14 +53,6 @@ _RESERVE = 16  # with a ceiling, one in so many places stays free, so that rows 
 _CHUNK = 1 << 16  # rows that are copied at once
 _INDEX_BYTES = 32  # of the index, per far row, at most
 
-_NO_ROWS = (
-    np.zeros(0, np.int64),
-    np.zeros(0, np.int64),
-    np.zeros(0, np.uint8),
-    np.zeros(0, np.float32),
-    np.zeros(0, np.float32),
-)
-
 
 @dataclass(slots=True)
 class _Moves:
@@ -769,11 +761,13 @@ def _land_together(tables: Sequence[SpillingTable], far: native.TableGroup) -> N
     """Put the rows of tables far that left the device, on several threads; waits for their copies."""
     if all(table._departed is None for table in tables):
         return
+    ints, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
+    nothing = ints, ints, np.zeros(0, np.uint8), floats, floats
     columns = []
     with ExitStack() as silent:
         for table in tables:
             if table._departed is None:
-                columns.append(_NO_ROWS)
+                columns.append(nothing)
                 continue
             silent.enter_context(table.far_untouched())
             hashes, times, gone, values, states = (one.numpy() for one in table._departed.columns())
