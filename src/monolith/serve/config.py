@@ -264,6 +264,61 @@ class Route:
         return cls(name, targets)
 
 
+def canary_route(name: str, base: RouteTarget, candidate: RouteTarget, share: float) -> Route:
+    """Return the split between a base and its candidate; of one target if the other gets nothing."""
+    weights = ((base, round(100 * (1 - share), 9)), (candidate, round(100 * share, 9)))
+    targets = tuple(RouteTarget(one.model, one.version, weight) for one, weight in weights if weight)
+    return Route(name, targets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CanaryConfig(Checked):
+    """How a new version gets more and more traffic, and when it is rolled back."""
+
+    routes: tuple[str, ...] = ()
+    """Canaries, as `NAME=BASE,CANDIDATE`, each a MODEL/VERSION or a MODEL: `ads=ads/120,ads/140`."""
+    steps: tuple[float, ...] = (0.01, 0.1, 0.5)
+    """Fractions of the requests that the candidate gets, one after another; then it gets all."""
+    hold: timedelta = timedelta(minutes=10)
+    """Least time of each step."""
+    least_requests: int = 1000
+    """Least requests of base and of candidate, each, before a step is judged."""
+    max_latency: float = 1.5
+    """Roll back if the candidate's 95th percentile of latency is more than so many times the base's."""
+    max_shift: float = 0.1
+    """Roll back if the mean of an output differs from the base's by more than this fraction, and chance."""
+    max_errors: float = 0.01
+    """Roll back if the candidate's fraction of failed requests is above the base's by more than this."""
+
+    def problems(self) -> Iterator[Problem]:
+        if (
+            not self.steps
+            or any(not 0 < one < 1 for one in self.steps)
+            or sorted(self.steps) != [*self.steps]
+        ):
+            yield Problem(("steps",), "must be fractions between 0 and 1 that rise")
+        if self.hold < timedelta(0):
+            yield Problem(("hold",), "must be at least 0")
+        if self.least_requests < 1:
+            yield Problem(("least_requests",), "must be at least 1")
+        if self.max_latency < 1:
+            yield Problem(("max_latency",), "must be at least 1")
+        for name in ("max_shift", "max_errors"):
+            if getattr(self, name) < 0:
+                yield Problem((name,), "must be at least 0")
+        for text in self.routes:
+            try:
+                targets = Route.parse(text).targets
+            except ConfigError as error:
+                yield Problem(("routes",), str(error))
+                continue
+            named = {(one.model, one.version) for one in targets}
+            if len(targets) != 2 or len(named) != 2 or any(one.weight != 1 for one in targets):
+                yield Problem(
+                    ("routes",), f"{text!r} must name a base and another candidate, without weights"
+                )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedFolder:
     """A folder with versions of a model."""
@@ -315,9 +370,17 @@ class ServeConfig(Checked):
     """Fraction of answered requests that are logged, 0 to 1; of refused requests, ten per second are."""
     log: ServeLogConfig = field(default_factory=ServeLogConfig)
 
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
+
     @property
     def split_routes(self) -> list[Route]:
-        return [Route.parse(text) for text in self.splits]
+        """The splits, and those that canaries begin with."""
+        begun = [Route.parse(text) for text in self.canary.routes]
+        first = self.canary.steps[0]
+        return [
+            *(Route.parse(text) for text in self.splits),
+            *(canary_route(one.name, one.targets[0], one.targets[1], first) for one in begun),
+        ]
 
     @property
     def shadow_routes(self) -> list[Route]:

@@ -29,6 +29,7 @@ SERVE_FIELDS = {
     "log_served": "serve.log.to",
     "log_fraction": "serve.log.fraction",
     "split": "serve.splits",
+    "canary": "serve.canary.routes",
     "shadow": "serve.shadows",
     "max_batch_rows": "serve.batching.max_rows",
     "max_delay_ms": "serve.batching.max_delay",
@@ -119,6 +120,9 @@ class ServeOptions:
     split: tuple[str, ...] = ()
     """Divide the requests for a name: NAME=MODEL[/VERSION][:WEIGHT],... as in ads=ads/120:90,ads/140:10
     (serve.splits)."""
+    canary: tuple[str, ...] = ()
+    """Give a candidate more and more of the requests for a name, and roll it back if it is slower, fails or
+    predicts otherwise on average: NAME=BASE,CANDIDATE as in ads=ads/120,ads/140 (serve.canary.routes)."""
     shadow: tuple[str, ...] = ()
     """Shadow traffic: mirror a fraction of requests to MODEL and compare; clients never see the answers.
     NAME=MODEL[/VERSION][:FRACTION] (serve.shadows)."""

@@ -42,6 +42,7 @@ from monolith.serve.metrics import AccessLog, ServeMetrics, VersionStatistics
 from monolith.serve.predictor import Prediction, Predictor
 from monolith.serve.served_log import ServedLog
 from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelOutputs, RequestBatcher
+from monolith.serve.server.canary import Canary
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
 from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, WireTensor, columns_of, output_tensor
@@ -213,6 +214,10 @@ CODES: Mapping[type[BaseException], str] = {
 """Error types, subclasses first, and their code in metrics and logs."""
 
 
+FAULTS = ("internal", "unavailable", "deadline", "overloaded")
+"""Codes that are no fault of the client."""
+
+
 def code_of(error: BaseException) -> str:
     """Return the code of an error; "internal" marks a bug of the server or the model."""
     return next((code for kind, code in CODES.items() if isinstance(error, kind)), "internal")
@@ -262,6 +267,10 @@ class Inference:
         self._draining = False
         self._shadow_thread = ThreadPoolExecutor(1, thread_name_prefix="shadow") if config.shadows else None
         self._log = ServedLog(config.log, metrics.all) if config.log.to else None
+        self.canaries = {
+            route.name: Canary(route, config.canary, metrics.all, clock)
+            for route in map(Route.parse, config.canary.routes)
+        }
 
     @property
     def is_ready(self) -> bool:
@@ -415,25 +424,43 @@ class Inference:
             raise DeadlineExceededError("the deadline of the request had passed when it arrived")
         deadline = begun + allowed
         name, version = self.traffic.target(request.model, request.version, self._split_key(request))
-        # The lease spans everything that touches the version: a hot swap may retire it meanwhile, and the
-        # last lease to end closes it.
-        with self.repository.lease(name, version) as loaded:
-            try:
-                columns = self._columns(request, loaded)
-                found = loaded.batcher.run(columns, deadline, request.priority)
-                reply = _reply(request, name, loaded, found)
-            except Exception:
-                loaded.statistics.failed(self._clock() - begun)
-                raise
-            loaded.statistics.answered(columns.rows, self._clock() - begun)
-            if found.missing:
-                self.metrics.missing(found.missing)
-            if self._log is not None:
-                self._log.offer(request.id, name, loaded.model, columns, found)
+        canary = None if request.version else self.canaries.get(request.model)
+        try:
+            # The lease spans everything that touches the version: a hot swap may retire it meanwhile, and the
+            # last lease to end closes it.
+            with self.repository.lease(name, version) as loaded:
+                try:
+                    columns = self._columns(request, loaded)
+                    found = loaded.batcher.run(columns, deadline, request.priority)
+                    reply = _reply(request, name, loaded, found)
+                except Exception:
+                    loaded.statistics.failed(self._clock() - begun)
+                    raise
+                loaded.statistics.answered(columns.rows, self._clock() - begun)
+                if found.missing:
+                    self.metrics.missing(found.missing)
+                if self._log is not None:
+                    self._log.offer(request.id, name, loaded.model, columns, found)
+        except Exception as error:
+            if canary is not None and code_of(error) in FAULTS:
+                canary.failed((name, version))
+            raise
+        if canary is not None:
+            canary.answered((name, version), self._clock() - begun, found.outputs)
         # Shadows run after the answer is complete and on a thread of their own, so that they cannot slow it.
         for shadow in self.traffic.shadows(request.model):
             self._ask_shadow(shadow, request, found)
         return reply, columns.rows
+
+    def guide_canaries(self) -> dict[str, str]:
+        """Judge all canaries; return the splits that changed, by name."""
+        changed = {}
+        for name, canary in self.canaries.items():
+            targets = canary.tick(self.traffic.described().get(name))
+            if targets is not None:
+                self.set_split(name, targets)
+                changed[name] = targets
+        return changed
 
     def _split_key(self, request: InferRequest) -> str:
         """Return the key of a request: its own, or the first value of the column that the config names."""

@@ -9,6 +9,7 @@ stop sending; it accepts no new requests; it drains the requests in flight; it c
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import ssl
@@ -177,6 +178,9 @@ class InferenceServer:
         while not self._stop.wait(self.config.poll.total_seconds()):
             try:
                 self.inference.repository.refresh()
+                if self._peers.index == 0:  # one process decides for all
+                    for name, targets in self.inference.guide_canaries().items():
+                        self._peers.set_split(name, json.dumps({"targets": targets}).encode())
             except Exception:  # whatever it is, the loaded models still answer
                 _log.exception("polling for new versions failed")
 
