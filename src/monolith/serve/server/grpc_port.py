@@ -54,6 +54,7 @@ from monolith.serve.server.inference import (
 from monolith.serve.server.processes import ServerProcesses
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
+    BF16,
     CONTENTS,
     PRIORITY,
     RETRY_HEADER,
@@ -506,8 +507,8 @@ def _typed_tensor(one: Any) -> WireTensor:
     contents = one.contents
     field = CONTENTS.get(one.datatype)
     if field is None:
-        if one.datatype == "FP16":
-            raise RequestError(f"input {one.name!r}: FP16 is sent raw, in raw_input_contents")
+        if one.datatype in ("FP16", BF16):
+            raise RequestError(f"input {one.name!r}: {one.datatype} is sent raw, in raw_input_contents")
         return raw_tensor(one.name, one.datatype, one.shape, b"")  # says that there is no such datatype
     wrong = [other for other in _FIELDS if other != field and len(getattr(contents, other))]
     if wrong:

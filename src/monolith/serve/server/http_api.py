@@ -35,7 +35,7 @@ from monolith.errors import (
 )
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.batching import Quotas, Reservation
-from monolith.serve.server.http_bodies import JsonReader, read_infer, unpacked, write_infer
+from monolith.serve.server.http_bodies import JsonReader, packed, read_infer, unpacked, write_infer
 from monolith.serve.server.http_loop import HttpLoop, KnownHosts, Message, Receive, Send
 from monolith.serve.server.inference import (
     EXTENSIONS,
@@ -304,6 +304,9 @@ class HttpApi:
             if not noted or not isinstance(error, MonolithError):
                 self._inference.refuse("http", error)
             return self.error_reply(error)
+        reply.body, encoding = packed(reply.body, request.headers.get("accept-encoding", ""))
+        if encoding:
+            reply.headers = {**reply.headers, "content-encoding": encoding, "vary": "accept-encoding"}
         if request.method == "HEAD":
             reply.body = b""
         return reply

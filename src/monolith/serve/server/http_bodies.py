@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -45,6 +46,11 @@ _DEEPEST = 10
 _WINDOWS = {"gzip": 31, "deflate": 15}
 _UNPACKED_AT_ONCE = 1 << 20
 _LARGE_JSON = 1 << 20
+_LEAST_PACKED = 1 << 10
+"""Bytes of an answer; a shorter one fits in a packet or two."""
+_PACK_LEVEL = 1
+"""Of zlib: the quickest."""
+_REFUSED = re.compile(r"q=0(\.0*)?")
 
 
 def unpacked(body: bytes, encoding: str, most: int, reservation: Reservation) -> bytes:
@@ -81,6 +87,24 @@ def unpacked(body: bytes, encoding: str, most: int, reservation: Reservation) ->
         if not part and not left and not unpack.eof:
             raise RequestError(f"the body is not {encoding}: it ends too early")
     return bytes(whole)
+
+
+def packed(body: bytes, accepted: str) -> tuple[bytes, str]:
+    """Return the body of an answer, packed if the client takes that and it may pay; and the encoding.
+
+    Args:
+        accepted: The header Accept-Encoding, such as "gzip, deflate;q=0.5".
+    """
+    if not accepted or len(body) < _LEAST_PACKED:
+        return body, ""
+    offered = {
+        name.strip().lower(): rest for name, _, rest in (one.partition(";") for one in accepted.split(","))
+    }
+    for encoding, window in _WINDOWS.items():
+        if encoding in offered and _REFUSED.fullmatch(offered[encoding].strip()) is None:
+            pack = zlib.compressobj(_PACK_LEVEL, wbits=window)
+            return pack.compress(body) + pack.flush(), encoding
+    return body, ""
 
 
 class JsonReader:
