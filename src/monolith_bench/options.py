@@ -106,7 +106,7 @@ class BenchRunOptions:
     repeats: int = 2
     """The number of runs of each kind; the best counts."""
     set: tuple[str, ...] = ()
-    """Settings of the run, as --set of `monolith train` takes them: data.threads=4."""
+    """Settings of the run, as in its config: data.threads=4."""
     quick: bool = False
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False

@@ -384,7 +384,9 @@ def train(plan: RunPlan, path: Path, model_dir: Path, place: Place | None, steps
     config = model_dir.with_suffix(".json")
     config.write_text(json.dumps(plan.config(str(path), str(model_dir), place, steps)))
     command = [sys.executable, "-m", "monolith", "train", "--config", str(config), "--json"]
-    command += [word for one in plan.set for word in ("--set", one)]
+    for one in plan.set:
+        key, _, value = one.partition("=")
+        command += [f"--{key.replace('_', '-')}", value]
     began = time.time()
     done = subprocess.run(
         command,

@@ -27,6 +27,7 @@ LOG = """\
 
 def test_the_report_compares_runs_with_loop_reading_and_torch() -> None:
     command = ["-m", "monolith", "bench", "run", "--quick", "--features", "3", "--json"]
+    command += ["--set", "data.threads=1", "train.keep.max_to_keep=1"]
     report: dict[str, Any] = json.loads(warm.run(command, check=True).stdout)
     assert report["bench"] == "run"
     values = {result["case"]: result["value"] for result in report["results"]}

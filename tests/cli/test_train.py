@@ -333,6 +333,16 @@ def test_a_key_that_is_not_known_names_the_nearest(
     assert f"unknown key batchs (from [task] of {file}); the nearest known key is batches" in said
 
 
+def test_a_setting_of_the_run_that_is_given_as_one_of_the_task_is_shown_as_a_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("--set", "train.save.steps=7") == 2
+    said = capsys.readouterr().err
+    assert "settings of the run are flags: --train.save.steps 7" in " ".join(said.split())
+    assert train("--set", "batchs=7") == 2
+    assert "flags" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -25,7 +25,7 @@ import hmac
 import ipaddress
 import logging
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -264,6 +264,7 @@ def grpc_interceptors(
     guard: Guard,
     message_within: float = MESSAGE_WITHIN,
     admit: Callable[[str], object] = lambda _: None,
+    open_to_all: Collection[str] = (),
 ) -> tuple[Any, ...]:
     """Return what `grpc.server(interceptors=...)` needs to refuse callers without the token.
 
@@ -274,6 +275,7 @@ def grpc_interceptors(
     Args:
         message_within: Seconds that an admitted call may take for its next message.
         admit: Told the peer of each call that has sent its first message; see `wire.ports`.
+        open_to_all: Methods that are answered without a token, such as health probes.
     """
     grpc = _import_grpc()
     waits = _MessageWaits(message_within)
@@ -309,7 +311,7 @@ def grpc_interceptors(
                 if handler.response_streaming
                 else grpc.stream_unary_rpc_method_handler
             )
-            if guard.token is not None:
+            if guard.token is not None and details.method not in open_to_all:
                 sent = [value for key, value in details.invocation_metadata or () if key == HEADER]
                 if len(sent) != 1 or not guard.admits(sent[0]):
                     return streams(refuse)

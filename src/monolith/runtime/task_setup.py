@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -285,14 +285,24 @@ def make_task(run: RunConfig, config: Path | None = None, texts: Sequence[str] =
             "what it is in the config: [model], [features] and [data]"
         )
     source = f"[task] of {config}" if config else "task"
-    return load_task(
-        run.job.task,
-        _nested(run.task),
-        texts=texts,
-        source=source,
-        inputs=run.inputs,
-        optional=("data_service",),  # a task that reads files by its DataConfig need not know of it
-    )
+    try:
+        return load_task(
+            run.job.task,
+            _nested(run.task),
+            texts=texts,
+            source=source,
+            inputs=run.inputs,
+            optional=("data_service",),  # a task that reads files by its DataConfig need not know of it
+        )
+    except ConfigError as error:
+        refused = [text for text in texts if f"from {text!r}" in str(error)]
+        if not refused or refused[0].split(".")[0] not in {field.name for field in fields(run)}:
+            raise
+        key, _, value = refused[0].partition("=")
+        raise ConfigError(
+            f"{error}. --set is for settings of the task; settings of the run are flags: "
+            f"--{key.replace('_', '-')} {value}"
+        ) from error
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -232,6 +232,13 @@ class Route:
     name: str
     targets: tuple[RouteTarget, ...]
 
+    @property
+    def targets_text(self) -> str:
+        """The targets as `parse` reads them, behind the name."""
+        named = [f"{one.model}/{one.version}" if one.version else one.model for one in self.targets]
+        weights = [f"{one.weight:.12f}".rstrip("0").rstrip(".") for one in self.targets]
+        return ",".join(f"{name}:{weight}" for name, weight in zip(named, weights, strict=True))
+
     @classmethod
     def parse(cls, text: str) -> Route:
         """Read `NAME=MODEL[/VERSION][:WEIGHT],...`, as in `ads=ads/120:90,ads/140:10`."""
@@ -255,6 +262,61 @@ class Route:
         if not sum(target.weight for target in targets):
             raise ConfigError(f"cannot use the route {text!r}: at least one weight must be more than 0")
         return cls(name, targets)
+
+
+def canary_route(name: str, base: RouteTarget, candidate: RouteTarget, share: float) -> Route:
+    """Return the split between a base and its candidate; of one target if the other gets nothing."""
+    weights = ((base, round(100 * (1 - share), 9)), (candidate, round(100 * share, 9)))
+    targets = tuple(RouteTarget(one.model, one.version, weight) for one, weight in weights if weight)
+    return Route(name, targets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CanaryConfig(Checked):
+    """How a new version gets more and more traffic, and when it is rolled back."""
+
+    routes: tuple[str, ...] = ()
+    """Canaries, as `NAME=BASE,CANDIDATE`, each a MODEL/VERSION or a MODEL: `ads=ads/120,ads/140`."""
+    steps: tuple[float, ...] = (0.01, 0.1, 0.5)
+    """Fractions of the requests that the candidate gets, one after another; then it gets all."""
+    hold: timedelta = timedelta(minutes=10)
+    """Least time of each step."""
+    least_requests: int = 1000
+    """Least requests of base and of candidate, each, before a step is judged."""
+    max_latency: float = 1.5
+    """Roll back if the candidate's 95th percentile of latency is more than so many times the base's."""
+    max_shift: float = 0.1
+    """Roll back if the mean of an output differs from the base's by more than this fraction, and chance."""
+    max_errors: float = 0.01
+    """Roll back if the candidate's fraction of failed requests is above the base's by more than this."""
+
+    def problems(self) -> Iterator[Problem]:
+        if (
+            not self.steps
+            or any(not 0 < one < 1 for one in self.steps)
+            or sorted(self.steps) != [*self.steps]
+        ):
+            yield Problem(("steps",), "must be fractions between 0 and 1 that rise")
+        if self.hold < timedelta(0):
+            yield Problem(("hold",), "must be at least 0")
+        if self.least_requests < 1:
+            yield Problem(("least_requests",), "must be at least 1")
+        if self.max_latency < 1:
+            yield Problem(("max_latency",), "must be at least 1")
+        for name in ("max_shift", "max_errors"):
+            if getattr(self, name) < 0:
+                yield Problem((name,), "must be at least 0")
+        for text in self.routes:
+            try:
+                targets = Route.parse(text).targets
+            except ConfigError as error:
+                yield Problem(("routes",), str(error))
+                continue
+            named = {(one.model, one.version) for one in targets}
+            if len(targets) != 2 or len(named) != 2 or any(one.weight != 1 for one in targets):
+                yield Problem(
+                    ("routes",), f"{text!r} must name a base and another candidate, without weights"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,9 +349,15 @@ class ServeConfig(Checked):
     splits: tuple[str, ...] = ()
     """Routes that divide the requests for a name: `NAME=MODEL[/VERSION][:WEIGHT],...`, as in
     `ads=ads/120:90,ads/140:10`."""
+    split_columns: Mapping[str, str] = field(default_factory=dict)
+    """Name of a split -> an input column whose first value decides: requests with the same value go to the
+    same target. A request with a `split_key` of its own goes by that."""
     shadows: tuple[str, ...] = ()
     """Shadow traffic, as `NAME=MODEL[/VERSION][:FRACTION]`: mirror a fraction of the requests for a name to a
     model and compare; clients never see the answers."""
+    items: tuple[str, ...] = ()
+    """Files of items for top-k requests, as `NAME=FILE`: CSV, Parquet or JSON lines with a row for each item,
+    the columns of the model's item tower, and attributes to filter by. Read again when it changes."""
     follow: ServeFollowConfig = field(default_factory=ServeFollowConfig)
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     poll: timedelta = timedelta(seconds=1)
@@ -305,9 +373,17 @@ class ServeConfig(Checked):
     """Fraction of answered requests that are logged, 0 to 1; of refused requests, ten per second are."""
     log: ServeLogConfig = field(default_factory=ServeLogConfig)
 
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
+
     @property
     def split_routes(self) -> list[Route]:
-        return [Route.parse(text) for text in self.splits]
+        """The splits, and those that canaries begin with."""
+        begun = [Route.parse(text) for text in self.canary.routes]
+        first = self.canary.steps[0]
+        return [
+            *(Route.parse(text) for text in self.splits),
+            *(canary_route(one.name, one.targets[0], one.targets[1], first) for one in begun),
+        ]
 
     @property
     def shadow_routes(self) -> list[Route]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from typing import Any
 
 from monolith import concurrency
 from monolith.observe.metrics import Metrics
@@ -123,6 +124,49 @@ class ServeMetrics:
             self._difference.observe(difference, name=name, shadow=shadow)
 
 
+class VersionStatistics:
+    """Counts the requests of one version since it was loaded, for the statistics extension. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = concurrency.Lock()  # guards all of the below
+        self._last = 0.0
+        self._rows = 0
+        self._times = {"success": [0, 0.0], "fail": [0, 0.0], "compute_infer": [0, 0.0]}
+
+    def answered(self, rows: int, seconds: float) -> None:
+        with self._lock:
+            self._last = concurrency.time()
+            self._rows += rows
+            self._add("success", seconds)
+
+    def failed(self, seconds: float) -> None:
+        with self._lock:
+            self._add("fail", seconds)
+
+    def computed(self, seconds: float) -> None:
+        """Count a batch."""
+        with self._lock:
+            self._add("compute_infer", seconds)
+
+    def _add(self, name: str, seconds: float) -> None:
+        times = self._times[name]
+        times[0] += 1
+        times[1] += seconds
+
+    def read(self) -> dict[str, Any]:
+        """Return the counts by the names that the extension has for them."""
+        with self._lock:
+            return {
+                "last_inference": int(self._last * 1e3),
+                "inference_count": self._rows,
+                "execution_count": self._times["compute_infer"][0],
+                "inference_stats": {
+                    name: {"count": int(count), "ns": int(seconds * 1e9)}
+                    for name, (count, seconds) in self._times.items()
+                },
+            }
+
+
 class AccessLog:
     """Logs a fraction of the answered requests, and at most ten refused requests per second.
 
@@ -178,6 +222,24 @@ class AccessLog:
             *(code, why[:300]),
             extra={"model": model[:200], "transport": transport, "request_id": id[:200], "code": code},
         )
+
+
+class IndexMetrics:
+    """Metrics of the searched items of retrieval models."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._items = metrics.gauge("serve_index_items", "Items that can be found", ("model",))
+        self._updates = metrics.counter("serve_index_updates", "Items embedded again", ("model",))
+        self._failures = metrics.counter(
+            "serve_index_failures", "Updates of an index that failed", ("model",)
+        )
+
+    def updated(self, model: str, embedded: int, items: int) -> None:
+        self._updates.inc(embedded, model=model)
+        self._items.set(items, model=model)
+
+    def failed(self, model: str) -> None:
+        self._failures.inc(model=model)
 
 
 class FollowMetrics:

@@ -42,6 +42,7 @@ from monolith.feature import FeatureIds, Gatherer
 from monolith.store import TableIds
 from monolith.sync.messages import LearnedUpTo
 from monolith.table import FrozenTable, FrozenTables, OverlaidTables
+from monolith.table.overlaid_tables import hash_spans
 
 Said = dict[str, bool | int | float | str]
 """The claim of an answer, as parameters of the Open Inference Protocol."""
@@ -332,6 +333,9 @@ class RowSource(Protocol):
             FeatureError: The IDs are malformed. Otherwise as `lookup`.
         """
 
+    def ids(self, table: str) -> Tensor | None:
+        """Return the IDs that have a row in a table, int64 in no order; None if the rows are elsewhere."""
+
     def close(self) -> None:
         """Release files and connections. Closing again does nothing."""
 
@@ -388,6 +392,9 @@ class MappedRows:
         before = self._claims.now
         tensors = gatherer.read_rows(self._all.group, ids)
         return tensors, FoundRows(_GATHERED, claim=spanning(before, self._claims.now))
+
+    def ids(self, table: str) -> Tensor:
+        return torch.cat([self._all.present_ids(table, one.start, one.stop - 1) for one in hash_spans()])
 
     def close(self) -> None:
         self._all.close()

@@ -3,9 +3,9 @@
     answer ──offer──► queue, bounded by rows ──► one thread: features, records ──► files, or a Kafka topic
              never waits; drops and counts
 
-The thread gathers the requests of some milliseconds, reads their features once more by the reader of the
+The thread gathers the requests of a quarter of a second, reads their features once more by the reader of the
 version that answered, all together, and writes them as `monolith.data.served` lays out: tf.Examples, which
-are encoded by the core. An answer costs a few microseconds more.
+are encoded by the core. An answer waits for none of it: it only puts references into the queue.
 
 Files are TFRecords in a folder, which only their user can read:
 
@@ -54,8 +54,9 @@ KIND = "tf_example"
 SUFFIX = ".tfrecord"
 OPEN = ".open"
 """Behind the name of a file that is being written."""
-GATHER_S = 0.02
-"""Seconds for which requests are gathered before they are written: one write of many costs less."""
+GATHER_S = 0.25
+"""Seconds for which requests are gathered before they are written. Measured, of requests of 32 rows: 4.9 ms
+of processor time for one by itself, 2.0 each for 3 together, 0.5 for 30, 0.4 for 128."""
 BATCH_ROWS = 4096
 """Rows of one write, about."""
 ID_CHARACTERS = 256

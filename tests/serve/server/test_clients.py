@@ -40,6 +40,7 @@ def test_tritonclient_asks_what_there_is(triton):
     assert client.is_server_live()
     assert not client.is_server_ready()
     assert client.is_model_ready("linear", "2")
+    assert not client.is_model_ready("nobody")
     about = client.get_model_metadata("linear")
     names = about["inputs"] if module is triton_http else about.inputs
     assert len(names) == 4
@@ -58,13 +59,61 @@ def test_tritonclient_is_answered(triton):
     assert answer.as_numpy("score") is None
 
 
+def test_tritonclient_sends_bfloat16(triton):
+    client, module = triton
+    kind = pytest.importorskip("ml_dtypes").bfloat16  # as tritonclient wants it
+    price = _named(module, "price", np.array([1.5, -2.0], kind), "BF16")
+    user = _named(module, "user", np.array([b"a", b"b"], dtype=object), "BYTES")
+    assert client.infer("linear", [user, price]).as_numpy("score").tolist() == [102.5, 99]
+
+
+def test_tritonclient_reads_statistics(triton):
+    client, module = triton
+
+    def statistics(*which):
+        found = client.get_inference_statistics(
+            *which, **({"as_json": True} if module is triton_grpc else {})
+        )
+        return {(one["name"], one["version"]): one for one in found["model_stats"]}
+
+    before = statistics("linear", "1")["linear", "1"]
+    client.infer("linear", inputs(module), model_version="1")
+    with pytest.raises(errors.InferenceServerException):
+        client.infer("linear", [_named(module, "item", np.zeros(2, np.float32), "FP32")], model_version="1")
+    after = statistics("linear", "1")["linear", "1"]
+
+    def grown(*path):
+        old, new = before, after
+        for name in path:
+            old, new = old.get(name, {}), new[name]
+        return int(new) - int(old or 0)
+
+    assert grown("inference_count") == 2
+    assert grown("execution_count") == 1
+    for name in ("success", "fail", "compute_infer"):
+        assert grown("inference_stats", name, "count") == 1
+        assert grown("inference_stats", name, "ns") > 0
+    assert grown("last_inference") > 0
+    assert statistics().keys() == statistics("linear").keys() == {("linear", "1"), ("linear", "2")}
+    with pytest.raises(errors.InferenceServerException, match="no model 'nobody'"):
+        statistics("nobody")
+
+
 def test_tritonclient_over_http_sends_json_and_packs(served):
     client = triton_http.InferenceServerClient(served.http_url.removeprefix("http://"))
     wanted = [triton_http.InferRequestedOutput("score", binary_data=False)]
     answer = client.infer("linear", inputs(triton_http, binary_data=False), outputs=wanted)
     assert answer.as_numpy("score").tolist() == [111, 122]
-    answer = client.infer("linear", inputs(triton_http), request_compression_algorithm="gzip")
-    assert answer.as_numpy("score").tolist() == [111, 122]
+    for encoding in ("gzip", "deflate"):
+        rows = np.arange(1000)
+        many = [
+            _named(triton_http, "user", np.array([b"a"] * 1000, dtype=object), "BYTES"),
+            _named(triton_http, "item", rows, "INT64"),
+        ]
+        answer = client.infer(
+            "linear", many, request_compression_algorithm=encoding, response_compression_algorithm=encoding
+        )
+        assert answer.as_numpy("score").tolist() == (101 + rows).tolist()
     client.close()
 
 
@@ -140,9 +189,9 @@ def _check_contract(served, examples, modes):
 
 
 def test_every_path_answers_as_the_document_says(served):
-    assert len(_check_contract(served, 1, [schemathesis.GenerationMode.POSITIVE])) == 13
+    assert len(_check_contract(served, 1, [schemathesis.GenerationMode.POSITIVE])) == 20
 
 
 @pytest.mark.soak
 def test_whatever_is_sent_to_any_path_is_answered_as_the_document_says(served):
-    assert len(_check_contract(served, 200, list(schemathesis.GenerationMode))) == 13
+    assert len(_check_contract(served, 200, list(schemathesis.GenerationMode))) == 20

@@ -58,7 +58,7 @@ def test_a_model_says_what_it_takes_and_gives(client):
     assert client.ModelReady(types.ModelReadyRequest(name="linear", version="1")).ready
     assert not client.ModelReady(types.ModelReadyRequest(name="linear", version="7")).ready
     assert not client.ModelReady(types.ModelReadyRequest(name="broken")).ready
-    assert refusal(client.ModelReady, types.ModelReadyRequest(name="x"))[0] is Code.NOT_FOUND
+    assert not client.ModelReady(types.ModelReadyRequest(name="x")).ready
     assert refusal(client.ModelMetadata, types.ModelMetadataRequest(name="x"))[0] is Code.NOT_FOUND
 
 
@@ -354,6 +354,9 @@ def test_a_version_is_switched_under_load_without_a_failed_request():
     assert [model.closed for model in catalog.loaded] == [True] * 4
 
 
+REFLECTIONS = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
+
+
 def test_tools_can_ask_which_methods_there_are(served):
     from google.protobuf.descriptor_pool import DescriptorPool
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
@@ -368,6 +371,54 @@ def test_tools_can_ask_which_methods_there_are(served):
         assert (
             service.methods_by_name["ModelInfer"].input_type.fields_by_name["raw_input_contents"].number == 7
         )
+
+
+def test_tools_may_ask_by_the_first_version_of_reflection(served):
+    from grpc_reflection.v1alpha import reflection_pb2
+
+    pytest.importorskip("grpc_health")
+    with grpc.insecure_channel(served.grpc_address) as channel:
+        ask = channel.stream_stream(
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+            reflection_pb2.ServerReflectionRequest.SerializeToString,
+            reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        (listed,) = ask(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=PATIENCE)
+        names = {one.name for one in listed.list_services_response.service}
+        assert names == {
+            SERVICE,
+            "grpc.health.v1.Health",
+            *(f"{one}.ServerReflection" for one in REFLECTIONS),
+        }
+        for name in names:
+            request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)
+            (found,) = ask(iter([request]), timeout=PATIENCE)
+            assert found.file_descriptor_response.file_descriptor_proto
+
+
+def test_health_is_told_without_a_token():
+    health_pb2 = pytest.importorskip("grpc_health.v1.health_pb2")
+    health_pb2_grpc = pytest.importorskip("grpc_health.v1.health_pb2_grpc")
+
+    guard = Guard(token=Secret("s3cret"))
+    with serving(one_model(), server={"guard": guard}) as server:
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            asked = health_pb2_grpc.HealthStub(channel)
+
+            def status(service=""):
+                return asked.Check(health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE).status
+
+            assert status() == status(SERVICE) == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.RpcError) as unknown:
+                status("x")
+            assert unknown.value.code() is Code.NOT_FOUND
+            with pytest.raises(grpc.RpcError) as unsupported:
+                next(iter(asked.Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE)))
+            assert unsupported.value.code() is Code.UNIMPLEMENTED
+            server.inference.stop_being_ready()
+            assert status() == health_pb2.HealthCheckResponse.NOT_SERVING
+        with GrpcClient(server.grpc_address) as client:
+            assert refusal(client.ModelInfer, rows_message("a", model="f"))[0] is Code.UNAUTHENTICATED
 
 
 def contents():

@@ -49,6 +49,11 @@ def test_both_listen_on_one_port_and_what_one_is_told_the_other_does(pair):
         client.RepositoryModelLoad(message_types().RepositoryModelLoadRequest(model_name="f"))
         assert client.ModelInfer(rows_message("a", model="f")).model_version == "1"
     assert [server.inference.repository.is_ready("f") for server in pair] == [True, True]
+    body = {"parameters": {"version": "1"}}
+    assert ask_http(first.http_port, "POST", f"{path}/unload", body, headers=TOKEN)[0] == 200
+    assert [server.inference.repository.is_ready("f") for server in pair] == [False, False]
+    body = {"parameters": {"version": 1}}
+    assert ask_http(first.http_port, "POST", f"{path}/unload", body, headers=TOKEN)[0] == 400
 
 
 def test_metrics_are_those_of_both(pair):

@@ -20,7 +20,7 @@ class Repo(Repository):
         super().__init__(
             [folder],
             catalog,
-            lambda model: RequestBatcher(
+            lambda _name, model, _statistics: RequestBatcher(
                 model.predict, BatchingConfig(), limits=ServeLimits(), clock=lambda: self.now
             ),
             pinned={"ads": frozenset(pinned)},
@@ -147,6 +147,34 @@ def test_an_unloaded_model_stays_so_until_it_is_loaded():
     assert repository.all_ready  # nobody wants it to be
     repository.load("ads")
     assert repository.is_ready("ads")
+
+
+def test_one_version_is_unloaded_and_the_others_still_answer():
+    catalog = catalog_of("1", "2")
+    repository = Repo(catalog, policy="all")
+    repository.refresh()
+    repository.unload("ads", "2")
+    repository.refresh()
+    assert repository.versions("ads") == ("1",)
+    assert [model.closed for model in catalog.loaded] == [False, True]
+    assert [(line.version, line.state, line.reason) for line in repository.index()] == [
+        ("1", "READY", ""),
+        ("2", "UNAVAILABLE", "unloaded"),
+    ]
+    with pytest.raises(UnknownModelError, match="no version '2'"):
+        repository.unload("ads", "2")
+    repository.unload("ads", "1")
+    repository.refresh()
+    assert repository.versions("ads") == ()
+    repository.load("ads")
+    assert repository.versions("ads") == ("1", "2")
+
+
+def test_an_older_version_takes_the_place_of_one_that_was_unloaded():
+    repository = Repo(catalog_of("1", "2"))
+    repository.refresh()
+    repository.unload("ads", "2")
+    assert repository.versions("ads") == ("1",)
 
 
 def test_names_that_are_not_served_are_unknown():

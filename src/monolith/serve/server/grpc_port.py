@@ -21,10 +21,13 @@ from monolith.errors import (
     RequestError,
     RequestTooLargeError,
     UnavailableError,
+    UnknownModelError,
 )
+from monolith.serve.item_index import TopK
 from monolith.serve.server.batching import JSON_COST, Quotas
 from monolith.serve.server.inference import (
     EXTENSIONS,
+    FILTER,
     GRPC_STATUS,
     INTERNAL,
     NO_CONTROL,
@@ -32,7 +35,9 @@ from monolith.serve.server.inference import (
     PLATFORM,
     SERVER_NAME,
     TIMEOUT,
+    TOP_K,
     UNLOAD_PARAMETERS,
+    VERSION,
     Inference,
     InferReply,
     InferRequest,
@@ -40,16 +45,21 @@ from monolith.serve.server.inference import (
     Parameter,
     check_parameters,
     code_of,
+    read_filter,
     read_priority,
+    read_split_key,
     read_timeout,
+    read_version,
 )
 from monolith.serve.server.processes import ServerProcesses
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
+    BF16,
     CONTENTS,
     PRIORITY,
     RETRY_HEADER,
     SERVICE,
+    SPLIT_KEY,
     message_pool,
     message_types,
     packed_infer_type,
@@ -65,6 +75,8 @@ _MOST_FIELDS = 4096
 _MOST_DESCRIBED = 64 << 10
 """Bytes that describe the inputs of a request; more of them are typed contents."""
 _PROBES = ("ServerLive", "ServerReady")
+HEALTH = "grpc.health.v1.Health"
+REFLECTION = "grpc.reflection.v1.ServerReflection"
 _RETRY_AFTER_MS = {"overloaded": "1000", "unavailable": "1000", "too_large": "-1"}
 """When a client may retry; too large a request has the status of too many, and is not to be sent again."""
 
@@ -101,7 +113,12 @@ class GrpcPort:
         self._threads = ThreadPoolExecutor(config.limits.concurrency, thread_name_prefix="grpc")
         self._server = grpc.server(
             self._threads,
-            interceptors=grpc_interceptors(guard, config.limits.read_timeout.total_seconds(), self._admit),
+            interceptors=grpc_interceptors(
+                guard,
+                config.limits.read_timeout.total_seconds(),
+                self._admit,
+                open_to_all=(f"/{HEALTH}/Check",),
+            ),
             maximum_concurrent_rpcs=config.limits.concurrency,
             options=[
                 ("grpc.max_receive_message_length", config.limits.request_bytes),
@@ -113,6 +130,7 @@ class GrpcPort:
             ],
         )
         self._server.add_generic_rpc_handlers((self._handlers(),))
+        self._answer_health()
         self._reflect()
         self.port = add_grpc_port(self._server, address, guard)
         self._server.start()
@@ -195,7 +213,11 @@ class GrpcPort:
 
     def _handlers(self) -> Any:
         methods = service_methods()
-        answers = {name: self._method(getattr(self, f"_{_snake(name)}"), *methods[name]) for name in methods}
+        answers = {
+            name: self._method(getattr(self, f"_{_snake(name)}"), *methods[name])
+            for name in methods
+            if hasattr(self, f"_{_snake(name)}")
+        }
         self._infer_whole, answers["ModelInfer"] = answers["ModelInfer"], self._infer_packed
         handlers = {
             name: self._grpc.unary_unary_rpc_method_handler(
@@ -225,14 +247,67 @@ class GrpcPort:
 
         return handle
 
+    def _answer_health(self) -> None:
+        """Answer `grpc.health.v1`, as orchestrators and load balancers ask it, if its package is installed.
+
+        There is no `Watch`: each caller would hold a thread. Clients of gRPC that ask for it do without.
+        """
+        if (health_pb2 := _import_health()) is None:
+            return
+        kind = health_pb2.HealthCheckResponse
+
+        def check(request: Any, context: Any) -> Any:
+            if request.service not in ("", SERVICE):
+                context.abort(
+                    self._grpc.StatusCode.NOT_FOUND, f"there is no service {request.service[:80]!r}"
+                )
+            return kind(status=kind.SERVING if self._inference.is_ready else kind.NOT_SERVING)
+
+        handler = self._grpc.unary_unary_rpc_method_handler(
+            check, health_pb2.HealthCheckRequest.FromString, kind.SerializeToString
+        )
+        self._server.add_generic_rpc_handlers(
+            (self._grpc.method_handlers_generic_handler(HEALTH, {"Check": handler}),)
+        )
+
     def _reflect(self) -> None:
-        """Let tools such as grpcurl ask which methods there are, where the package for it is installed."""
+        """Let tools such as grpcurl ask which methods there are, if the package for it is installed.
+
+        It has v1alpha. The messages of v1 are the same under another name.
+        """
         try:
-            from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+            from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]
+                reflection,
+                reflection_pb2,
+            )
         except ImportError:
             return
-        names = (SERVICE, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server, pool=message_pool())
+        from google.protobuf import (  # type: ignore[import-untyped]
+            descriptor_pb2,
+            descriptor_pool,
+            text_format,
+        )
+
+        health_pb2 = _import_health()
+        health = [] if health_pb2 is None else [health_pb2.DESCRIPTOR]
+        pool = descriptor_pool.DescriptorPool()
+        ours = message_pool().FindFileContainingSymbol(SERVICE)
+        for file in (ours, *health, reflection_pb2.DESCRIPTOR):
+            copied = descriptor_pb2.FileDescriptorProto()
+            file.CopyToProto(copied)
+            pool.Add(copied)
+        renamed = text_format.MessageToString(copied).replace("v1alpha", "v1")
+        pool.Add(text_format.Parse(renamed, descriptor_pb2.FileDescriptorProto()))
+        names = (SERVICE, *([HEALTH] if health else ()), REFLECTION, reflection.SERVICE_NAME)
+        handler = self._grpc.stream_stream_rpc_method_handler(
+            reflection.ReflectionServicer(names, pool=pool).ServerReflectionInfo,
+            reflection_pb2.ServerReflectionRequest.FromString,
+            reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+        for name in (REFLECTION, reflection.SERVICE_NAME):
+            self._server.add_generic_rpc_handlers(
+                (self._grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}),)
+            )
 
     def _method(
         self, answer: Callable[[Any, Any], Any], kind: Any, reply: Any
@@ -285,7 +360,16 @@ class GrpcPort:
         return self._types.ServerReadyResponse(ready=self._inference.is_ready)
 
     def _model_ready(self, request: Any, context: Any) -> Any:  # noqa: ARG002
-        return self._types.ModelReadyResponse(ready=self._inference.has_ready(request.name, request.version))
+        # Triton answers "not ready" for a model that it does not know, and its clients rely on it.
+        try:
+            ready = self._inference.has_ready(request.name, request.version)
+        except UnknownModelError:
+            ready = False
+        return self._types.ModelReadyResponse(ready=ready)
+
+    def _model_statistics(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        found = self._inference.statistics(request.name, request.version)
+        return self._types.ModelStatisticsResponse(model_stats=found)
 
     def _server_metadata(self, request: Any, context: Any) -> Any:  # noqa: ARG002
         return self._types.ServerMetadataResponse(
@@ -328,8 +412,9 @@ class GrpcPort:
     def _repository_model_unload(self, request: Any, context: Any) -> Any:
         self._check_control(context)
         check_parameters("an unload", request.parameters, UNLOAD_PARAMETERS)
-        self._inference.repository.unload(request.model_name)
-        self._peers.tell("unload", request.model_name)
+        version = read_version(_parameter(request.parameters, VERSION, ""))
+        self._inference.repository.unload(request.model_name, version)
+        self._peers.tell("unload", request.model_name, {VERSION: version} if version else None)
         return self._types.RepositoryModelUnloadResponse()
 
     def _check_control(self, context: Any) -> None:
@@ -341,7 +426,12 @@ class GrpcPort:
 
     def _model_infer(self, request: Any, context: Any) -> Any:
         try:
-            check_parameters("a request", request.parameters, (TIMEOUT, PRIORITY))
+            topk = None
+            if TOP_K in request.parameters:
+                k: Any = _parameter(request.parameters, TOP_K, 0)
+                topk = TopK(k, read_filter(_parameter(request.parameters, FILTER, "{}")))
+            known = (TIMEOUT, PRIORITY, SPLIT_KEY, TOP_K, *(() if topk is None else (FILTER,)))
+            check_parameters("a request", request.parameters, known)
             asked = InferRequest(
                 model=request.model_name,
                 version=request.model_version,
@@ -350,7 +440,9 @@ class GrpcPort:
                 outputs=_outputs(request.outputs),
                 timeout=_timeout(request, context.time_remaining()),
                 priority=read_priority(_parameter(request.parameters, PRIORITY, 0)),
+                split_key=read_split_key(_parameter(request.parameters, SPLIT_KEY, "")),
                 transport="grpc",
+                topk=topk,
             )
         except RequestError as error:
             self._inference.refuse("grpc", error, request.model_name, request.id)
@@ -442,8 +534,8 @@ def _typed_tensor(one: Any) -> WireTensor:
     contents = one.contents
     field = CONTENTS.get(one.datatype)
     if field is None:
-        if one.datatype == "FP16":
-            raise RequestError(f"input {one.name!r}: FP16 is sent raw, in raw_input_contents")
+        if one.datatype in ("FP16", BF16):
+            raise RequestError(f"input {one.name!r}: {one.datatype} is sent raw, in raw_input_contents")
         return raw_tensor(one.name, one.datatype, one.shape, b"")  # says that there is no such datatype
     wrong = [other for other in _FIELDS if other != field and len(getattr(contents, other))]
     if wrong:
@@ -484,6 +576,15 @@ def _set(parameter: Any, value: Parameter) -> None:
 
 def _snake(name: str) -> str:
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+
+
+def _import_health() -> Any | None:
+    """Return the messages of `grpc.health.v1`; None if the package is not installed."""
+    try:
+        from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    return health_pb2
 
 
 def import_grpc() -> Any:

@@ -35,7 +35,7 @@ from monolith.errors import (
 )
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.batching import Quotas, Reservation
-from monolith.serve.server.http_bodies import JsonReader, read_infer, unpacked, write_infer
+from monolith.serve.server.http_bodies import JsonReader, packed, read_infer, unpacked, write_infer
 from monolith.serve.server.http_loop import HttpLoop, KnownHosts, Message, Receive, Send
 from monolith.serve.server.inference import (
     EXTENSIONS,
@@ -46,9 +46,11 @@ from monolith.serve.server.inference import (
     PLATFORM,
     SERVER_NAME,
     UNLOAD_PARAMETERS,
+    VERSION,
     Inference,
     check_parameters,
     code_of,
+    read_version,
 )
 from monolith.serve.server.processes import PEER_HEADER, ServerProcesses
 from monolith.wire.open_inference import JSON_LENGTH
@@ -294,7 +296,7 @@ class HttpApi:
                 return _error(
                     405, f"{request.path[:200]} takes {', '.join(allowed)}", {"allow": ", ".join(allowed)}
                 )
-            noted = parts[-1] == "infer"
+            noted = parts[-1] in ("infer", "topk")
             reply = allowed[method]()
         except UnicodeDecodeError:
             return _error(400, "the path is no UTF-8")
@@ -302,6 +304,9 @@ class HttpApi:
             if not noted or not isinstance(error, MonolithError):
                 self._inference.refuse("http", error)
             return self.error_reply(error)
+        reply.body, encoding = packed(reply.body, request.headers.get("accept-encoding", ""))
+        if encoding:
+            reply.headers = {**reply.headers, "content-encoding": encoding, "vary": "accept-encoding"}
         if request.method == "HEAD":
             reply.body = b""
         return reply
@@ -323,8 +328,14 @@ class HttpApi:
                 return {"GET": lambda: _readiness(self._inference.is_ready)}
             case ["v2", "repository", "index"]:
                 return {"POST": lambda: self._index(request)}
+            case ["v2", "splits"]:
+                return {"GET": lambda: _json(self._inference.traffic.described())}
+            case ["v2", "splits", name]:
+                return {"POST": lambda: self._split(name, request)}
             case ["v2", "repository", "models", name, "load" | "unload" as verb]:
                 return {"POST": lambda: self._change(name, verb, request)}
+            case ["v2", "models", "stats"]:
+                return {"GET": lambda: self._statistics("", "")}
             case ["v2", "models", name, "versions", version, *rest]:
                 return self._model(name, version, rest, request)
             case ["v2", "models", name, *rest]:
@@ -341,6 +352,10 @@ class HttpApi:
                 return {"GET": lambda: _readiness(self._inference.has_ready(name, version), name)}
             case ["infer"]:
                 return {"POST": lambda: self._infer(name, version, request)}
+            case ["topk"]:
+                return {"POST": lambda: self._infer(name, version, request, topk=True)}
+            case ["stats"]:
+                return {"GET": lambda: self._statistics(name, version)}
         return None
 
     def _metrics(self, request: HttpRequest) -> HttpReply:
@@ -362,6 +377,9 @@ class HttpApi:
             }
         )
 
+    def _statistics(self, name: str, version: str) -> HttpReply:
+        return _json({"model_stats": self._inference.statistics(name, version)})
+
     def _index(self, request: HttpRequest) -> HttpReply:
         asked = self._json_body(request)
         ready = asked.get("ready", False)
@@ -374,11 +392,28 @@ class HttpApi:
             ]
         )
 
-    def _change(self, name: str, verb: str, request: HttpRequest) -> HttpReply:
+    def _check_control(self, request: HttpRequest) -> None:
         if not self._inference.config.allow_control:
             raise ForbiddenError(NO_CONTROL)
         if not self._control.admits(request.headers.get("authorization", "")):
             raise ForbiddenError(NO_CONTROL_TOKEN)
+
+    def _split(self, name: str, request: HttpRequest) -> HttpReply:
+        self._check_control(request)
+        asked = self._json_body(request)
+        targets = asked.get("targets")
+        if not isinstance(targets, str) or asked.keys() != {"targets"}:
+            raise RequestError(
+                'the body must be {"targets": "MODEL[/VERSION][:WEIGHT],..."}, as "ads/120:90,ads/140:10"; ""'
+                " removes the split"
+            )
+        self._inference.set_split(name, targets)
+        if PEER_HEADER not in request.headers:
+            self._peers.set_split(name, request.body)
+        return _json(self._inference.traffic.described())
+
+    def _change(self, name: str, verb: str, request: HttpRequest) -> HttpReply:
+        self._check_control(request)
         parameters = self._json_body(request).get("parameters", {})
         if not isinstance(parameters, dict):
             raise RequestError("`parameters` must be an object")
@@ -388,12 +423,12 @@ class HttpApi:
             repository.load(name)
         else:
             check_parameters("an unload", parameters, UNLOAD_PARAMETERS)
-            repository.unload(name)
+            repository.unload(name, read_version(parameters.get(VERSION, "")))
         if PEER_HEADER not in request.headers:
-            self._peers.tell(verb, name)
+            self._peers.tell(verb, name, {VERSION: parameters[VERSION]} if VERSION in parameters else None)
         return _json({})
 
-    def _infer(self, name: str, version: str, request: HttpRequest) -> HttpReply:
+    def _infer(self, name: str, version: str, request: HttpRequest, *, topk: bool = False) -> HttpReply:
         try:
             asked, binary = read_infer(
                 (name, version),
@@ -401,6 +436,7 @@ class HttpApi:
                 request.headers,
                 self._json,
                 request.reservation,
+                topk=topk,
             )
         except MonolithError as error:
             self._inference.refuse("http", error, name)

@@ -17,12 +17,14 @@ tensors into columns, waits for the batcher, and mirrors the request to shadows 
 
 from __future__ import annotations
 
+import json
 import logging
 import random
-from collections import defaultdict
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -40,17 +42,21 @@ from monolith.errors import (
     UnknownModelError,
 )
 from monolith.serve.config import Route, RouteTarget, ServeConfig, ServedFolder
+from monolith.serve.item_index import ItemIndex, TopK
 from monolith.serve.manifest import Signature
-from monolith.serve.metrics import AccessLog, ServeMetrics
-from monolith.serve.predictor import Predictor
+from monolith.serve.metrics import AccessLog, ServeMetrics, VersionStatistics
+from monolith.serve.predictor import Prediction, Predictor
 from monolith.serve.served_log import ServedLog
 from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelOutputs, RequestBatcher
+from monolith.serve.server.canary import Canary
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
 from monolith.serve.server.tensors import PACKED, RequestColumns, WireTensor, columns_of, output_tensor
-from monolith.wire.open_inference import BINARY_EXTENSION, PRIORITY
+from monolith.serve.server.traffic import TrafficRoutes
+from monolith.wire.open_inference import BINARY_EXTENSION, PRIORITY, SPLIT_KEY, SPLITS
 
 Parameter = bool | int | float | str
+NOT_SEARCHED = "it has no towers; export a TwoTower model"
 
 
 @dataclass(slots=True)
@@ -78,7 +84,11 @@ class InferRequest:
     """Seconds that the client waits; None if it did not say."""
     priority: int = DEFAULT_PRIORITY
     """From 1, answered first, to 9."""
+    split_key: str = ""
+    """Requests with the same key go to the same target of a split; empty draws one."""
     transport: str = "local"
+    topk: TopK | None = None
+    """Set if the best items are asked for, and not predictions."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,12 +104,19 @@ class InferReply:
 
 SERVER_NAME = "monolith"
 PLATFORM = "pytorch_monolith"
-EXTENSIONS = (BINARY_EXTENSION, "model_repository")
+EXTENSIONS = (BINARY_EXTENSION, "model_repository", "statistics")
 TIMEOUT = "timeout"
 """A parameter of a request, as Triton has it: microseconds."""
+TOP_K, FILTER = "k", "filter"
+"""Parameters of a top-k request."""
+EXCLUDE = "exclude"
+"""The input of a top-k request with the items that are not returned."""
+ITEM, SCORE = "item", "score"
+"""The outputs of a top-k request; with the row splits of the first."""
 _LOWEST_PRIORITY = 9
-UNLOAD_PARAMETERS = ("unload_dependents",)
-"""Sent by Triton's clients with every unload; no model here depends on another."""
+VERSION = "version"
+UNLOAD_PARAMETERS = ("unload_dependents", VERSION)
+"""The first is sent by Triton's clients with every unload; no model here depends on another."""
 NO_CONTROL = "this server does not load or unload models on request; start it with --allow-control"
 NO_CONTROL_TOKEN = "loading or unloading a model needs the control token, not the predict token"
 INTERNAL = "the server failed to answer this request; its log says why"
@@ -150,6 +167,28 @@ def read_timeout(value: object) -> float | None:
     return value / 1e6 if value else None
 
 
+def read_version(value: object) -> str:
+    """Return the parameter `version` of an unload; empty for all versions.
+
+    Raises:
+        RequestError: It is not a text.
+    """
+    if not isinstance(value, str):
+        raise RequestError(f"the parameter `{VERSION}` must be a text")
+    return value
+
+
+def read_split_key(value: object) -> str:
+    """Return the parameter `split_key`, or the header of that meaning.
+
+    Raises:
+        RequestError: It is not text.
+    """
+    if not isinstance(value, str):
+        raise RequestError(f"the parameter `{SPLIT_KEY}` must be text, such as the ID of the user")
+    return value
+
+
 def read_priority(value: object) -> int:
     """Return the parameter `priority`.
 
@@ -162,81 +201,6 @@ def read_priority(value: object) -> int:
             f"{_LOWEST_PRIORITY}; 0 is {DEFAULT_PRIORITY}"
         )
     return value or DEFAULT_PRIORITY
-
-
-class TrafficRoutes:
-    """Routes a requested name to a model and version, and picks its shadows. Thread-safe.
-
-    Example: with the split `ads=ads/120:90,ads/140:10`, `target("ads", "")` returns ("ads", "120") for nine
-    requests of ten; `target("ads", "140")` always returns ("ads", "140").
-
-    Args:
-        splits: Each name is answered by one of its targets, drawn in proportion to their weights.
-        shadows: Requests of each name are mirrored to its targets; the weight is the fraction of requests.
-        models: Names of the served models; they need no route.
-        generator: Random numbers for both.
-    """
-
-    def __init__(
-        self,
-        splits: Sequence[Route],
-        shadows: Sequence[Route],
-        models: Sequence[str],
-        generator: random.Random,
-    ) -> None:
-        self._random = generator
-        self._splits = {one.name: one.targets for one in splits}
-        self._weights = {one.name: list(accumulate(t.weight for t in one.targets)) for one in splits}
-        self._shadows = {one.name: one.targets for one in shadows}
-        if len(self._splits) < len(splits) or len(self._shadows) < len(shadows):
-            raise ConfigError("two routes have one name: list all of its targets in one, with their weights")
-        for route in [*splits, *shadows]:
-            for target in route.targets:
-                if target.model not in models:
-                    raise ConfigError(
-                        f"route {route.name!r}: there is no model {target.model!r}; this server has "
-                        f"{', '.join(models)}"
-                    )
-        for name in self._shadows:
-            if name not in models and name not in self._splits:
-                raise ConfigError(f"shadow of {name!r}: there is neither a model nor a split of that name")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the splits."""
-        return tuple(self._splits)
-
-    def pinned(self) -> Mapping[str, frozenset[str]]:
-        """Return for each model the versions that routes name."""
-        found: dict[str, set[str]] = defaultdict(set)
-        for targets in [*self._splits.values(), *self._shadows.values()]:
-            for target in targets:
-                if target.version:
-                    found[target.model].add(target.version)
-        return {name: frozenset(versions) for name, versions in found.items()}
-
-    def target(self, name: str, version: str) -> tuple[str, str]:
-        """Return the model and version that answer. A client that names a version gets that version."""
-        targets = self._splits.get(name)
-        if targets is None or version:
-            return name, version
-        chosen: RouteTarget = self._random.choices(targets, cum_weights=self._weights[name])[0]
-        return chosen.model, chosen.version
-
-    def main(self, name: str) -> tuple[str, str]:
-        """Return the model and version with the largest weight; its metadata describes the name."""
-        targets = self._splits.get(name)
-        if targets is None:
-            return name, ""
-        heaviest = max(targets, key=lambda target: target.weight)
-        return heaviest.model, heaviest.version
-
-    def shadows(self, name: str) -> Sequence[RouteTarget]:
-        """Return the targets that this request is mirrored to."""
-        targets = self._shadows.get(name)
-        if not targets:
-            return ()
-        return [one for one in targets if one.weight >= 1 or self._random.random() < one.weight]
 
 
 _log = logging.getLogger(__name__)
@@ -253,6 +217,10 @@ CODES: Mapping[type[BaseException], str] = {
     UnavailableError: "unavailable",
 }
 """Error types, subclasses first, and their code in metrics and logs."""
+
+
+FAULTS = ("internal", "unavailable", "deadline", "overloaded")
+"""Codes that are no fault of the client."""
 
 
 def code_of(error: BaseException) -> str:
@@ -285,6 +253,8 @@ class Inference:
         self.config = config
         self.metrics = metrics
         self._clock = clock
+        self._follows = attach is not None
+        self._changing_splits = concurrency.Lock()  # one change of routes at a time; requests never take it
         self._limits = config.limits
         self._timeout = config.limits.timeout.total_seconds()
         self._access = AccessLog(config.access_log, draw, clock)
@@ -294,6 +264,10 @@ class Inference:
         self.repository = Repository(
             folders, catalog, self._batcher, attach=attach, pinned=self.traffic.pinned(), clock=clock
         )
+        self.indexes: weakref.WeakKeyDictionary[Predictor, ItemIndex] = weakref.WeakKeyDictionary()
+        """The searched items of loaded retrieval models."""
+        self.no_index: dict[str, str] = {}
+        """Model -> why its items cannot be searched."""
         # Guards the three counters below. Held for a few instructions only, never while a model runs.
         self._lock = concurrency.Lock()
         self._idle = concurrency.Condition(self._lock)
@@ -302,6 +276,10 @@ class Inference:
         self._draining = False
         self._shadow_thread = ThreadPoolExecutor(1, thread_name_prefix="shadow") if config.shadows else None
         self._log = ServedLog(config.log, metrics.all) if config.log.to else None
+        self.canaries = {
+            route.name: Canary(route, config.canary, metrics.all, clock)
+            for route in map(Route.parse, config.canary.routes)
+        }
 
     @property
     def is_ready(self) -> bool:
@@ -377,7 +355,27 @@ class Inference:
 
     def index(self, ready: bool = False) -> list[ModelStatus]:
         lines = self.repository.index()
+        for name, targets in self.traffic.described().items():
+            state = "READY" if self.has_ready(name) else "UNAVAILABLE"
+            lines.append(ModelStatus(name, "", state, f"split: {targets}"))
         return [line for line in lines if line.state == "READY"] if ready else lines
+
+    def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Return the statistics of all versions that can answer; of one model, or version, if it is named.
+
+        Raises:
+            UnknownModelError: The server has no such model or version.
+        """
+        found: list[dict[str, Any]] = []
+        models = self.repository.names
+        if name:
+            model, version = (name, version) if version else self.traffic.main(name)
+            models = (model,)
+        for model in models:
+            for one in (version,) if version else self.repository.versions(model):
+                with self.repository.lease(model, one) as loaded:
+                    found.append({"name": model, "version": one, **loaded.statistics.read()})
+        return found
 
     def stop_being_ready(self) -> None:
         """Report the server as not ready, so that load balancers stop sending; late requests are still
@@ -399,13 +397,19 @@ class Inference:
             self._log.close()
         self.repository.close()
 
-    def _batcher(self, model: Predictor) -> RequestBatcher:
+    def _batcher(self, name: str, model: Predictor, statistics: VersionStatistics) -> RequestBatcher:
+        def predict(columns: Any, *, deadline: float | None = None) -> Prediction:
+            begun = self._clock()
+            found = model.predict(columns, deadline=deadline)
+            statistics.computed(self._clock() - begun)
+            return found
+
         return RequestBatcher(
-            model.predict,
+            predict,
             self.config.batching,
             limits=self._limits,
             clock=self._clock,
-            report=lambda requests, rows: self.metrics.batched(model.name, requests, rows),
+            report=lambda requests, rows: self.metrics.batched(name, requests, rows),
         )
 
     def _enter(self) -> None:
@@ -428,21 +432,138 @@ class Inference:
         if allowed <= 0:
             raise DeadlineExceededError("the deadline of the request had passed when it arrived")
         deadline = begun + allowed
-        name, version = self.traffic.target(request.model, request.version)
-        # The lease spans everything that touches the version: a hot swap may retire it meanwhile, and the
-        # last lease to end closes it.
-        with self.repository.lease(name, version) as loaded:
-            columns = self._columns(request, loaded)
-            found = loaded.batcher.run(columns, deadline, request.priority)
-            if found.missing:
-                self.metrics.missing(found.missing)
-            reply = _reply(request, name, loaded, found)
-            if self._log is not None:
-                self._log.offer(request.id, name, loaded.model, columns, found)
+        name, version = self.traffic.target(request.model, request.version, self._split_key(request))
+        canary = None if request.version else self.canaries.get(request.model)
+        try:
+            # The lease spans everything that touches the version: a hot swap may retire it meanwhile, and the
+            # last lease to end closes it.
+            with self.repository.lease(name, version) as loaded:
+                try:
+                    if request.topk is not None:
+                        answer, users = self._search(request, request.topk, name, loaded, deadline)
+                        loaded.statistics.answered(users, self._clock() - begun)
+                        return answer, users
+                    columns = self._columns(request, loaded)
+                    found = loaded.batcher.run(columns, deadline, request.priority)
+                    reply = _reply(request, name, loaded, found)
+                except Exception:
+                    loaded.statistics.failed(self._clock() - begun)
+                    raise
+                loaded.statistics.answered(columns.rows, self._clock() - begun)
+                if found.missing:
+                    self.metrics.missing(found.missing)
+                if self._log is not None:
+                    self._log.offer(request.id, name, loaded.model, columns, found)
+        except Exception as error:
+            if canary is not None and code_of(error) in FAULTS:
+                canary.failed((name, version))
+            raise
+        if canary is not None:
+            canary.answered((name, version), self._clock() - begun, found.outputs)
         # Shadows run after the answer is complete and on a thread of their own, so that they cannot slow it.
         for shadow in self.traffic.shadows(request.model):
             self._ask_shadow(shadow, request, found)
         return reply, columns.rows
+
+    def _search(
+        self, request: InferRequest, asked: TopK, name: str, loaded: LoadedVersion, deadline: float
+    ) -> tuple[InferReply, int]:
+        """Answer a top-k request: the best items of each user, and their scores."""
+        assert not isinstance(request.tensors, PackedInputs)
+        index = self.indexes.get(loaded.model) if loaded.model.towers else None
+        if index is None:
+            raise RequestError(
+                f"model {name!r} cannot be searched for items: {self.no_index.get(name, NOT_SEARCHED)}"
+            )
+        given = [one for one in request.tensors if one.name not in (EXCLUDE, EXCLUDE + SPLITS)]
+        columns = columns_of(given, loaded.model.signature)
+        if columns.rows > self._limits.rows:
+            raise RequestTooLargeError(
+                f"the request has {columns.rows} users; the limit is {self._limits.rows}"
+            )
+        seen = excluded_items(request.tensors, columns.rows)
+        whole = columns.asked if not columns.shared else columns.asked.full()  # type: ignore[union-attr]
+        found = index.search(whole, asked, exclude=seen, deadline=deadline)
+        if found.missing:
+            self.metrics.missing(found.missing)
+        names = [one for row in found.items for one in row]
+        is_text = any(isinstance(one, str) for one in names)
+        values: Any = [str(one).encode() for one in names] if is_text else np.array(names, np.int64)
+        ends = np.cumsum([0, *map(len, found.items)], dtype=np.int64)
+        scores = np.concatenate([np.zeros(0, np.float32), *found.scores])
+        outputs = {
+            ITEM: WireTensor(ITEM, "BYTES" if is_text else "INT64", (len(names),), values),
+            ITEM + SPLITS: WireTensor(ITEM + SPLITS, "INT64", (len(ends),), ends),
+            SCORE: WireTensor(SCORE, "FP32", (len(names),), scores),
+        }
+        wanted = request.outputs or list(outputs)
+        if unknown := [one for one in wanted if one not in outputs]:
+            raise RequestError(
+                f"a top-k answer has no output {unknown[0][:200]!r}; it has {', '.join(outputs)}"
+            )
+        reply = InferReply(
+            model=name,
+            version=loaded.model.version,
+            id=request.id,
+            outputs=[outputs[one] for one in wanted],
+            parameters=dict(found.freshness),
+        )
+        return reply, columns.rows
+
+    def guide_canaries(self) -> dict[str, str]:
+        """Judge all canaries; return the splits that changed, by name."""
+        changed = {}
+        for name, canary in self.canaries.items():
+            targets = canary.tick(self.traffic.described().get(name))
+            if targets is not None:
+                self.set_split(name, targets)
+                changed[name] = targets
+        return changed
+
+    def _split_key(self, request: InferRequest) -> str:
+        """Return the key of a request: its own, or the first value of the column that the config names."""
+        column = self.config.split_columns.get(request.model)
+        if request.split_key or column is None:
+            return request.split_key
+        given = request.tensors
+        for tensor in given.read() if isinstance(given, PackedInputs) else given:
+            if tensor.name == column and len(tensor.values):
+                first = tensor.values[0]
+                return first.decode("utf-8", "backslashreplace") if isinstance(first, bytes) else str(first)
+        return ""
+
+    def set_split(self, name: str, targets: str) -> None:
+        """Divide the requests for a name in another way, from the next request on.
+
+        New versions are loaded before they are asked, and those that no route names any more are closed
+        after.
+
+        Args:
+            targets: `MODEL[/VERSION][:WEIGHT],...`; one target pins the name to it, and nothing removes the
+                split.
+
+        Raises:
+            RequestError: The text is no route, or this server follows a trainer and it names a version.
+            UnknownModelError: The server has no such model or version. Nothing changes.
+            UnavailableError: A version could not be loaded. Nothing changes.
+        """
+        with self._changing_splits:
+            try:
+                changed = self.traffic.with_split(name, Route.parse(f"{name}={targets}") if targets else None)
+            except ConfigError as cause:
+                raise RequestError(str(cause)) from cause
+            if self._follows and any(changed.pinned().values()):
+                raise RequestError(
+                    "this server follows a trainer, and a split by version would make all of them equal"
+                )
+            before, after = self.traffic.pinned(), changed.pinned()
+            both = {
+                one: before.get(one, frozenset()) | after.get(one, frozenset()) for one in {*before, *after}
+            }
+            self.repository.pin(both)
+            self.traffic = changed
+            self.repository.pin(after)
+        _log.info("requests for %r go to %s", name, targets or "the model of that name")
 
     def _columns(self, request: InferRequest, loaded: LoadedVersion) -> RequestColumns:
         given = request.tensors
@@ -497,6 +618,52 @@ class Inference:
         finally:
             with self._lock:
                 self._shadows_waiting -= 1
+
+
+def excluded_items(tensors: Sequence[WireTensor], users: int) -> list[list[Any]]:
+    """Return the items that each user must not get, from the input `exclude` of a top-k request.
+
+    It has all items of one user, a row of items for each user, or all items with row splits.
+
+    Raises:
+        RequestError: It is none of these.
+    """
+    given = next((one for one in tensors if one.name == EXCLUDE), None)
+    splits = next((one for one in tensors if one.name == EXCLUDE + SPLITS), None)
+    if given is None:
+        return []
+    values = given.values
+    items: list[Any] = (
+        [one.decode("utf-8", "replace") for one in values] if isinstance(values, list) else values.tolist()
+    )
+    if splits is not None and not isinstance(splits.values, list):
+        ends = splits.values.tolist()
+    elif len(given.shape) == 2:
+        ends = list(range(0, len(items) + 1, max(given.shape[1], 1)))
+    else:
+        ends = [0, len(items)]
+    rises = all(isinstance(one, int) for one in ends) and ends == sorted(ends)
+    if not rises or len(ends) != users + 1 or ends[0] != 0 or ends[-1] != len(items):
+        raise RequestError(
+            f"input {EXCLUDE!r} must have the items of each of {users} users: those of one user, a row for "
+            f"each user, or all items with {EXCLUDE + SPLITS!r}"
+        )
+    return [items[begin:end] for begin, end in pairwise(ends)]
+
+
+def read_filter(value: object) -> dict[str, Any]:
+    """Return the parameter `filter`: an object, or its JSON text.
+
+    Raises:
+        RequestError: It is neither.
+    """
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as cause:
+        raise RequestError(f"the parameter `{FILTER}` is not JSON: {cause}") from cause
+    if not isinstance(found, dict):
+        raise RequestError(f"the parameter `{FILTER}` must be an object: attribute -> value, or values")
+    return found
 
 
 def _reply(

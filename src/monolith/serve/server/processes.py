@@ -8,9 +8,11 @@ that each process listens on a unix socket in a folder that only its user can re
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -50,18 +52,33 @@ class ServerProcesses:
         """The socket on which this process listens for its peers."""
         return None if self._folder is None else self._path(self.index)
 
-    def tell(self, verb: str, model: str) -> None:
+    def tell(self, verb: str, model: str, parameters: Mapping[str, str] | None = None) -> None:
         """Have the peers load or unload a model, too."""
+        said = json.dumps({"parameters": dict(parameters or {})}).encode()
+        self._tell(f"{verb} model {model!r}", f"/v2/repository/models/{quote(model, safe='')}/{verb}", said)
+
+    def set_split(self, name: str, body: bytes) -> None:
+        """Have the peers divide the requests for a name in the same way."""
+        self._tell(f"split requests for {name!r}", f"/v2/splits/{quote(name, safe='')}", body)
+
+    def splits(self) -> dict[str, str] | None:
+        """Return how a peer divides requests now; None without a peer that answers."""
+        for _, path in self._peers():
+            with suppress(OSError, ValueError):
+                status, body = self._call(path, "GET", "/v2/splits", _METRICS_TIMEOUT)
+                if status == 200:
+                    return {str(name): str(targets) for name, targets in json.loads(body).items()}
+        return None
+
+    def _tell(self, what: str, target: str, body: bytes | None = None) -> None:
         for index, path in self._peers():
             try:
-                status, body = self._call(
-                    path, "POST", f"/v2/repository/models/{quote(model, safe='')}/{verb}", _TIMEOUT
-                )
+                status, said = self._call(path, "POST", target, _TIMEOUT, body)
             except OSError as error:
-                _log.warning("process %d was not told to %s model %r: %s", index, verb, model, error)
+                _log.warning("process %d was not told to %s: %s", index, what, error)
                 continue
             if status != 200:
-                _log.warning("process %d could not %s model %r: %s", index, verb, model, body[:500].decode())
+                _log.warning("process %d could not %s: %s", index, what, said[:500].decode())
 
     def metrics(self, own: bytes) -> bytes:
         """Return the metrics of all processes, each series labelled with its process."""
@@ -100,13 +117,15 @@ class ServerProcesses:
         assert self._folder is not None
         return self._folder / f"process_{index}.sock"
 
-    def _call(self, path: Path, method: str, target: str, timeout: float) -> tuple[int, bytes]:
+    def _call(
+        self, path: Path, method: str, target: str, timeout: float, body: bytes | None = None
+    ) -> tuple[int, bytes]:
         connection = _UnixConnection(path, timeout)
         try:
             headers = {PEER_HEADER: str(self.index)}
             if self._guard.header is not None:
                 headers[HEADER] = self._guard.header
-            connection.request(method, target, headers=headers)
+            connection.request(method, target, body, headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         except http.client.HTTPException as cause:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from monolith import concurrency
 from monolith.errors import MonolithError, UnavailableError, UnknownModelError
 from monolith.serve.config import ServedFolder
+from monolith.serve.metrics import VersionStatistics
 from monolith.serve.predictor import Predictor
 from monolith.serve.server.batching import RequestBatcher
 from monolith.serve.server.catalog import ServableCatalog
@@ -37,9 +38,10 @@ class LoadedVersion:
     The repository has one lease itself, so the count reaches 0 only after `retire`, exactly once.
     """
 
-    def __init__(self, model: Predictor, batcher: RequestBatcher) -> None:
+    def __init__(self, model: Predictor, batcher: RequestBatcher, statistics: VersionStatistics) -> None:
         self.model = model
         self.batcher = batcher
+        self.statistics = statistics
         self._lock = concurrency.Lock()  # guards the two below; closing happens outside of it
         self._leases = 1  # the repository
         self._retired = False
@@ -97,6 +99,8 @@ class _Folder:
     withheld: Mapping[str, str] = field(default_factory=dict)
     """Version -> why it must not be served; replaced as a whole."""
     loading: str = ""
+    unloaded: frozenset[str] = frozenset()
+    """Versions that were unloaded one by one, until a load."""
     only: str | None = None
     """The version that is served instead of those of the policy, after a rollback."""
 
@@ -110,7 +114,7 @@ class Repository:
     Args:
         folders: The models to serve, each with its name.
         catalog: Lists and loads versions.
-        batcher: Makes the batcher of a loaded version.
+        batcher: Makes the batcher of a loaded version of the named model, which counts its batches.
         attach: Called with the name of the model and each version before it is warmed up, so that it follows
             a trainer.
         pinned: Model -> versions that are served whatever the policy says.
@@ -121,7 +125,7 @@ class Repository:
         self,
         folders: Sequence[ServedFolder],
         catalog: ServableCatalog,
-        batcher: Callable[[Predictor], RequestBatcher],
+        batcher: Callable[[str, Predictor, VersionStatistics], RequestBatcher],
         *,
         attach: Callable[[str, Predictor], None] | None = None,
         pinned: Mapping[str, frozenset[str]] | None = None,
@@ -197,7 +201,9 @@ class Repository:
                 for version, reason in folder.withheld.items()
                 if version not in ready and version not in folder.failed
             ]
-            if not ready and not folder.failed and not folder.loading and not folder.withheld:
+            lines += [ModelStatus(name, version, "UNAVAILABLE", "unloaded") for version in folder.unloaded]
+            silent = not folder.failed and not folder.loading and not folder.withheld and not folder.unloaded
+            if not ready and silent:
                 why = "no complete version in its folder" if folder.wanted else "unloaded"
                 lines.append(ModelStatus(name, "", "UNAVAILABLE", why))
         return lines
@@ -219,6 +225,7 @@ class Repository:
         folder = self._folder(name)
         with self._changing:
             folder.wanted = True
+            folder.unloaded = frozenset()
             folder.failed.clear()
             self._refresh_model(name)
             if not self._serving[name]:
@@ -257,11 +264,52 @@ class Repository:
                 raise UnavailableError(f"cannot load model {name!r}: {reasons or 'it has no version'}")
             self._serve(name, loaded)
 
-    def unload(self, name: str) -> None:
-        """Stop serving a model; requests in flight finish first."""
+    def pin(self, pinned: Mapping[str, frozenset[str]]) -> None:
+        """Serve these versions whatever the policy says, and no others in addition to it.
+
+        Raises:
+            UnknownModelError: A model or version is not there. Nothing changes.
+            UnavailableError: A version could not be loaded. Nothing changes.
+        """
+        for name in pinned:
+            self._folder(name)
+        with self._changing:
+            before = {name: folder.pinned for name, folder in self._folders.items()}
+            changed = [name for name in before if pinned.get(name, frozenset()) != before[name]]
+            for name in changed:
+                self._folders[name].pinned = pinned.get(name, frozenset())
+                for version in self._folders[name].pinned:
+                    self._folders[name].failed.pop(version, None)  # an operator asked for it: try again
+                self._folders[name].unloaded -= self._folders[name].pinned
+                self._refresh_model(name)
+            for name in changed:
+                for version in sorted(self._folders[name].pinned - self._serving[name].keys()):
+                    why = self._folders[name].failed.get(version)
+                    for each in changed:
+                        self._folders[each].pinned = before[each]
+                        self._refresh_model(each)
+                    if why is not None:
+                        raise UnavailableError(f"cannot load version {version} of model {name!r}: {why[0]}")
+                    raise UnknownModelError(f"model {name!r} has no version {version[:200]!r} to serve")
+
+    def unload(self, name: str, version: str = "") -> None:
+        """Stop serving a model, or one version of it; requests in flight finish first.
+
+        If the policy wants the newest versions, an older one takes the place of the unloaded version.
+
+        Raises:
+            UnknownModelError: The server has no such model, or serves no such version of it.
+        """
         folder = self._folder(name)
         with self._changing:
+            if version:
+                self._find(name, version)
+                folder.unloaded |= {version}
+                self._serve(name, {one: made for one, made in self._serving[name].items() if one != version})
+                self._refresh_model(name)
+                return
             folder.wanted = False
+            folder.unloaded = frozenset()
             folder.failed.clear()
             self._serve(name, {})
 
@@ -316,6 +364,7 @@ class Repository:
             if made is not None:
                 loaded[version] = made
         folder.failed = {one: why for one, why in folder.failed.items() if one in found}
+        folder.unloaded &= set(found)
         if not any(version in loaded for version in wanted):
             loaded = before  # an old version is better than none
         elif any(version in folder.failed for version in wanted):
@@ -325,8 +374,9 @@ class Repository:
 
     def _wanted(self, folder: _Folder, found: list[str]) -> list[str]:
         if folder.only is not None:  # an operator named it, so it is served even if it is withheld
-            return [version for version in found if version == folder.only]
-        offered = [version for version in found if version not in folder.withheld]
+            return [one for one in found if one == folder.only and one not in folder.unloaded]
+        gone = folder.withheld.keys() | folder.unloaded
+        offered = [version for version in found if version not in gone]
         wanted = set(folder.config.policy.wanted(offered)) | folder.pinned
         return [version for version in offered if version in wanted]
 
@@ -379,7 +429,8 @@ class Repository:
             folder.loading = ""
         folder.failed.pop(version, None)
         _log.info("model %r: version %s is ready", name, version)
-        return LoadedVersion(model, self._batcher(model))
+        statistics = VersionStatistics()
+        return LoadedVersion(model, self._batcher(name, model, statistics), statistics)
 
     def _serve(self, name: str, versions: dict[str, LoadedVersion]) -> None:
         before = self._serving[name]
