@@ -3,10 +3,12 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "arrays.h"
@@ -72,6 +74,17 @@ void take(const TableGroup& group, const FoundRows& found, const OutInts& ids, c
   group.take(found, {as_span(ids), as_span(times), as_span(values), as_span(state)});
 }
 
+using Incoming = std::tuple<Ids, Ids, Column<std::uint8_t>, Floats, Floats>;
+
+std::vector<std::size_t> put(const TableGroup& group, const std::vector<Incoming>& rows) {
+  GilReleased unlocked;
+  std::vector<IncomingRows> columns;
+  columns.reserve(rows.size());
+  for (const auto& [hashes, times, there, values, state] : rows)
+    columns.push_back({as_span(hashes), as_span(times), as_span(there), as_span(values), as_span(state)});
+  return group.put(columns);
+}
+
 std::vector<std::size_t> rows_by_table(const FoundRows& found) {
   std::vector<std::size_t> counts;
   counts.reserve(found.ids.size());
@@ -105,6 +118,11 @@ void bind_table_group(nb::module_& m) {
            "Find which ids of one batch, table after table, have a row.")
       .def("take", &take, "found"_a, "ids"_a.noconvert(), "times"_a.noconvert(), "values"_a.noconvert(),
            "state"_a.noconvert(), "Move found rows out of the tables into these columns, table after table.")
+      .def("put", &put, "rows"_a.noconvert(),
+           nb::sig("def put(self, rows: Sequence[tuple[NDArray[numpy.int64], NDArray[numpy.int64], "
+                   "NDArray[numpy.uint8], NDArray[numpy.float32], NDArray[numpy.float32]]]) -> list[int]"),
+           "Restore rows, table after table: hashes, times, whether there is a row, values and state. Return "
+           "how many each table was given.")
       .def("apply_gradients", &apply_gradients, "ids"_a.noconvert(), "sizes"_a.noconvert(), "num_shards"_a,
            "gradients"_a.noconvert(), "rates"_a.noconvert(), "step"_a, "times"_a.noconvert(), "dedup"_a,
            "latest"_a.noconvert().none(), "counts"_a.noconvert().none() = nb::none(),

@@ -19,9 +19,21 @@ class DistinctIds {
         ids_(ids),
         counts_(counts) {}
 
+  // Asks for what `number` will look at first. The table of a large batch is beyond the nearest cache, and
+  // one miss after another costs more than all the rest.
+  void prefetch(std::int64_t id) const { __builtin_prefetch(numbers_.data() + home(id), 1); }
+
+  // Asks for what it will look at then: the id that was found there, if any.
+  void prefetch_id(std::int64_t id) const {
+    const std::uint32_t number = numbers_[home(id)];
+    if (number == kFree) return;
+    __builtin_prefetch(ids_ + number);
+    __builtin_prefetch(counts_ + number, 1);
+  }
+
   std::uint32_t number(std::int64_t id) {
     const std::size_t mask = numbers_.size() - 1;
-    for (std::size_t at = mix(id) >> 1 >> (63 - bits_);; at = (at + 1) & mask) {
+    for (std::size_t at = home(id);; at = (at + 1) & mask) {
       const std::uint32_t number = numbers_[at];
       if (number == kFree) {
         ids_[size_] = id;
@@ -39,6 +51,9 @@ class DistinctIds {
 
  private:
   static constexpr std::uint32_t kFree = UINT32_MAX;
+
+  std::size_t home(std::int64_t id) const { return mix(id) >> 1 >> (63 - bits_); }
+
   const int bits_;
   std::vector<std::uint32_t> numbers_;  // by hash, a third of them free at least
   std::int64_t* const ids_;

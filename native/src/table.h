@@ -110,6 +110,8 @@ class Table {
                const float* state, const std::uint8_t* fresh_state);
 
   std::size_t remove(std::span<const std::int64_t> ids);
+  // Moves whole rows out: copies the rows of distinct ids, then removes them; zeros for an id without a row.
+  void take(std::span<const std::int64_t> ids, std::int64_t* times, float* values, float* state);
   std::size_t evict(std::int64_t now);
   std::size_t count_expired(std::int64_t now) const;
   // Removes all rows. `rows` is how many are expected next, so that loading them need not grow the index step
@@ -192,7 +194,12 @@ class Table {
   template <class Put>
   void without_zeros(std::span<const std::int64_t> ids, const float* values, Put&& put);
   bool all_usable(const float* gradients, std::size_t count) const;
-  void group(std::span<const std::int64_t> ids, int bits, Batch& batch) const;
+  void take_items(Body& body, const Item* items, std::size_t count, std::int64_t* times, float* values,
+                  float* state);
+  void group(std::span<const std::int64_t> ids, Batch& batch) const;
+  // Calls run(first, last) for runs of whole groups, on all threads: an id is met by one of them only.
+  template <class Run>
+  void each_run(const Batch& batch, std::size_t count, Run&& run) const;
   std::size_t merge_equal_ids(Batch& batch, std::size_t first_group, std::size_t last_group,
                               EventTimes merged) const;
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "distinct_ids.h"
+#include "hash.h"
 
 namespace monolith {
 namespace {
@@ -196,7 +197,12 @@ FoundRows TableGroup::find(std::span<const std::int64_t> ids, std::span<const st
     // each search in a table is a cache miss.
     std::vector<std::int64_t> once(own.size()), counts(own.size());
     DistinctIds distinct(own.size(), once.data(), counts.data());
-    for (const std::int64_t id : own) distinct.number(id);
+    constexpr std::size_t kAhead = 8;
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      if (i + 2 * kAhead < own.size()) distinct.prefetch(own[i + 2 * kAhead]);
+      if (i + kAhead < own.size()) distinct.prefetch_id(own[i + kAhead]);
+      distinct.number(own[i]);
+    }
     once.resize(distinct.size());
     rows.distinct[k] = static_cast<std::int64_t>(once.size());
     std::vector<std::uint8_t> there(once.size());
@@ -235,10 +241,55 @@ void TableGroup::take(const FoundRows& found, const RowColumns& rows) const {
     const std::vector<std::int64_t>& own = found.ids[k];
     if (own.empty()) return;
     std::ranges::copy(own, rows.ids.begin() + static_cast<std::ptrdiff_t>(places[k].row));
-    tables_[k]->lookup_rows(own, nullptr, rows.times.data() + places[k].row,
-                            rows.values.data() + places[k].value, rows.state.data() + places[k].state);
-    tables_[k]->remove(own);
+    tables_[k]->take(own, rows.times.data() + places[k].row, rows.values.data() + places[k].value,
+                     rows.state.data() + places[k].state);
   });
+}
+
+std::vector<std::size_t> TableGroup::put(std::span<const IncomingRows> rows) const {
+  if (rows.size() != tables_.size()) refuse("rows must be given by table", tables_.size(), rows.size());
+  for (std::size_t k = 0; k < tables_.size(); ++k) {
+    const std::size_t count = rows[k].hashes.size();
+    if (rows[k].times.size() != count || rows[k].there.size() != count)
+      refuse("times and `there` must have one entry per hash", count,
+             std::min(rows[k].times.size(), rows[k].there.size()));
+    if (rows[k].values.size() != count * tables_[k]->dim())
+      refuse("values of all rows", count * tables_[k]->dim(), rows[k].values.size());
+    if (rows[k].state.size() != count * tables_[k]->state_dim())
+      refuse("states of all rows", count * tables_[k]->state_dim(), rows[k].state.size());
+  }
+  std::vector<std::size_t> counts(tables_.size());
+  each(tables_.size(), [&](std::size_t k) {
+    const IncomingRows& own = rows[k];
+    const std::size_t dim = tables_[k]->dim();
+    const std::size_t state_dim = tables_[k]->state_dim();
+    std::vector<std::int64_t> ids;
+    std::vector<std::uint32_t> times;
+    ids.reserve(own.hashes.size());
+    times.reserve(own.hashes.size());
+    for (std::size_t i = 0; i < own.hashes.size(); ++i) {
+      if (own.there[i] == 0) continue;
+      ids.push_back(unmix(static_cast<std::uint64_t>(own.hashes[i])));
+      times.push_back(static_cast<std::uint32_t>(own.times[i]));
+    }
+    counts[k] = ids.size();
+    if (ids.empty()) return;
+    if (ids.size() == own.hashes.size()) {
+      tables_[k]->restore(ids, times.data(), own.values.data(), own.state.data(), nullptr);
+      return;
+    }
+    std::vector<float> values, state;  // without the gaps
+    values.reserve(ids.size() * dim);
+    state.reserve(ids.size() * state_dim);
+    for (std::size_t i = 0; i < own.hashes.size(); ++i) {
+      if (own.there[i] == 0) continue;
+      const auto value = own.values.subspan(i * dim, dim), rest = own.state.subspan(i * state_dim, state_dim);
+      values.insert(values.end(), value.begin(), value.end());
+      state.insert(state.end(), rest.begin(), rest.end());
+    }
+    tables_[k]->restore(ids, times.data(), values.data(), state.data(), nullptr);
+  });
+  return counts;
 }
 
 }  // namespace monolith

@@ -37,6 +37,14 @@ struct FoundRows {
   std::vector<std::int64_t> sightings;  // by table: positions of the batch whose id has a row
 };
 
+// Whole rows that come from elsewhere, for one table; see TableGroup::put.
+struct IncomingRows {
+  std::span<const std::int64_t> hashes;  // the bits of an id's hash (hash.h)
+  std::span<const std::int64_t> times;
+  std::span<const std::uint8_t> there;  // 0 for a position without a row
+  std::span<const float> values, state;
+};
+
 // Safe from any thread, as tables are. What does not fit throws std::invalid_argument before any table
 // is touched; a failure after that leaves other tables changed.
 class TableGroup {
@@ -78,6 +86,9 @@ class TableGroup {
     std::span<float> values, state;  // dim() and state_dim() floats per row of each table
   };
   void take(const FoundRows& found, const RowColumns& rows) const;
+
+  // The way back: restores rows, an entry of `rows` for each table. Returns how many each table was given.
+  std::vector<std::size_t> put(std::span<const IncomingRows> rows) const;
 
  private:
   FusedOffsets offsets(std::span<const std::int64_t> sizes, std::size_t num_shards,

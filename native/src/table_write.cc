@@ -49,9 +49,12 @@ void Table::advance_clock(std::size_t count, EventTimes times) {
   }
 }
 
-// A stable counting sort by the leading `bits` bits of the hash.
-void Table::group(std::span<const std::int64_t> ids, int bits, Batch& batch) const {
+// A stable counting sort by leading bits of the hash.
+void Table::group(std::span<const std::int64_t> ids, Batch& batch) const {
   const std::size_t count = ids.size();
+  // More groups only if the batch has several ids for each partition.
+  const int useful = std::bit_width(count) - 2;
+  const int bits = std::min(body_.load()->depth(), std::clamp(useful, 0, kMaxGroupBits));
   const std::size_t groups = std::size_t{1} << bits;
   Item* items = batch.items.ensure(count);
   const int threads = workers_ != nullptr ? workers_->at_hand() : 1;
@@ -284,6 +287,20 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
   tell_touched(touched);
 }
 
+template <class Run>
+void Table::each_run(const Batch& batch, std::size_t count, Run&& run) const {
+  const std::size_t groups = batch.starts.size() - 1;
+  const std::size_t threads = workers_ != nullptr ? workers_->at_hand() : 1;
+  const std::size_t target = std::clamp<std::size_t>(count / (threads * 8), 512, 16384);
+  std::vector<std::size_t> cuts{0};
+  for (std::size_t g = 1; g < groups; ++g)
+    if (batch.starts[g] - batch.starts[cuts.back()] >= target) cuts.push_back(g);
+  cuts.push_back(groups);
+  spread(cuts.size() - 1, 1, [&](std::size_t first, std::size_t last) {
+    for (std::size_t task = first; task < last; ++task) run(cuts[task], cuts[task + 1]);
+  });
+}
+
 template <class Work>
 void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent absent, bool dedup,
                   const Work& work) {
@@ -292,9 +309,7 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
   Writing writing(*this);
   Body& body = *body_.load();
   auto batch = borrow();
-  // More groups only if the batch has several ids for each partition.
-  const int useful = std::bit_width(ids.size()) - 2;
-  group(ids, std::min(body.depth(), std::clamp(useful, 0, kMaxGroupBits)), *batch);
+  group(ids, *batch);
   if (dedup) {
     batch->next.ensure(ids.size());
     if (times.each != nullptr) {  // a copy, in which equal ids come to share the latest of their times
@@ -309,22 +324,10 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
     }
   }
 
-  // Tasks are runs of whole groups: an id is met by one thread only, in order.
-  const std::size_t groups = batch->starts.size() - 1;
-  const std::size_t threads = workers_ != nullptr ? workers_->at_hand() : 1;
-  const std::size_t target = std::clamp<std::size_t>(ids.size() / (threads * 8), 512, 16384);
-  std::vector<std::size_t> cuts{0};
-  for (std::size_t g = 1; g < groups; ++g)
-    if (batch->starts[g] - batch->starts[cuts.back()] >= target) cuts.push_back(g);
-  cuts.push_back(groups);
-  const auto run = [&](std::size_t task) {
-    const std::size_t begin = batch->starts[cuts[task]];
-    const std::size_t end =
-        dedup ? merge_equal_ids(*batch, cuts[task], cuts[task + 1], times) : batch->starts[cuts[task + 1]];
+  each_run(*batch, ids.size(), [&](std::size_t first, std::size_t last) {
+    const std::size_t begin = batch->starts[first];
+    const std::size_t end = dedup ? merge_equal_ids(*batch, first, last, times) : batch->starts[last];
     write_items(body, *batch, begin, end, times, absent, work);
-  };
-  spread(cuts.size() - 1, 1, [&](std::size_t first, std::size_t last) {
-    for (std::size_t task = first; task < last; ++task) run(task);
   });
   advance_clock(ids.size(), times);
   give_back(std::move(batch));
@@ -657,6 +660,79 @@ std::size_t Table::remove(std::span<const std::int64_t> ids) {
   }
   note_removals(gone);
   return removed;
+}
+
+void Table::take(std::span<const std::int64_t> ids, std::int64_t* times, float* values, float* state) {
+  if (ids.empty()) return;
+  if (ids.size() >= UINT32_MAX) throw std::invalid_argument("table: at most 2^32 - 2 ids in one call");
+  Writing writing(*this);
+  Body& body = *body_.load();
+  auto batch = borrow();
+  group(ids, *batch);
+  each_run(*batch, ids.size(), [&](std::size_t first, std::size_t last) {
+    const std::size_t begin = batch->starts[first];
+    take_items(body, batch->items.data() + begin, batch->starts[last] - begin, times, values, state);
+  });
+  give_back(std::move(batch));
+}
+
+void Table::take_items(Body& body, const Item* items, std::size_t count, std::int64_t* times, float* values,
+                       float* state) {
+  const std::size_t dim = entry_.dim();
+  const std::size_t state_dim = entry_.state_dim();
+  std::vector<std::uint64_t> gone;  // if anything follows removals
+  for (std::size_t at = 0; at < count;) {
+    const Epochs::Visit visit(epochs_);
+    if (at == 0)
+      for (std::size_t i = 0; i < std::min(count, kIndexAhead); ++i) body.prefetch<1>(items[i].hash);
+    Partition& part = *body.route(items[at].hash);
+    std::lock_guard lock(part.mutex);
+    const std::uint64_t first = part.first.load(std::memory_order_relaxed);
+    const std::uint64_t width = part.last.load(std::memory_order_relaxed) - first;
+    std::size_t run = 0;  // 0 if the partition split while we waited for its lock
+    while (at + run < count && items[at + run].hash - first <= width) ++run;
+    while (run > 0) {
+      const std::size_t some = window_of(run);
+      const Item* const window = items + at;
+      Slot* slots[kWindow];
+      std::byte* rows[kWindow];
+      const Index index = part.index.load(std::memory_order_relaxed);
+      find_rows(body, index, window, some, run, count - at, slots, rows);
+      const auto fetch = [&](std::size_t i) {
+        if (slots[i] != nullptr) prefetch<1>(rows[i], entry_.row_bytes());
+      };
+      for (std::size_t i = 0; i < std::min(some, kRowsAhead); ++i) fetch(i);
+      for (std::size_t i = 0; i < some; ++i) {
+        if (i + kRowsAhead < some) fetch(i + kRowsAhead);
+        const std::size_t to = window[i].position;
+        if (slots[i] == nullptr) {
+          times[to] = 0;
+          std::fill_n(values + to * dim, dim, 0.0f);
+          std::fill_n(state + to * state_dim, state_dim, 0.0f);
+          continue;
+        }
+        times[to] = slots[i]->time;
+        entry_.read(rows[i], values + to * dim);
+        std::memcpy(state + to * state_dim, entry_.state(rows[i]), state_dim * sizeof(float));
+        if (!removals_matter()) continue;
+        note_change(body, part, *slots[i]);
+        gone.push_back(window[i].hash);
+      }
+      // Only now: a slot that is erased makes others move up.
+      Change change(part);
+      for (std::size_t i = 0; i < some; ++i) {
+        Slot* const slot = slots[i] != nullptr ? index.find(window[i].hash) : nullptr;
+        if (slot == nullptr) continue;  // an id that came twice
+        free_row(body, part, slot->row);
+        index.erase(slot);
+        --part.rows;
+        ++part.removed;
+      }
+      at += some;
+      run -= some;
+    }
+  }
+  note_removals(gone);
 }
 
 }  // namespace monolith

@@ -1,10 +1,12 @@
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "check.h"
+#include "hash.h"
 #include "table_group.h"
 
 namespace {
@@ -147,6 +149,54 @@ void found_rows_are_taken_out() {
                TableGroup({a}).take(found, {ids, when, values, state}));
 }
 
+// Of rows on the way back, some positions have none.
+void rows_are_put_where_they_were_taken_from() {
+  const auto a = table(1), b = table(2);
+  const TableGroup group({a, b, table(3)}, std::make_shared<Workers>(2));
+  const Ids hashes{static_cast<std::int64_t>(mix(7)), static_cast<std::int64_t>(mix(-8)), 99};
+  const Ids times{5, 6, 0};
+  const std::vector<std::uint8_t> there{1, 1, 0}, all{1, 1};
+  const Floats values{10, 20, 99}, wide{1, 2, 3, 4};
+  const std::span<const std::int64_t> two = std::span(hashes).first(2), when = std::span(times).first(2);
+  const std::vector<IncomingRows> rows{{hashes, times, there, values, {}}, {two, when, all, wide, {}}, {}};
+  CHECK(group.put(rows) == (std::vector<std::size_t>{2, 2, 0}));
+  CHECK(read(*a, Ids{7, -8, 3}) == (Floats{10, 20, 0}));
+  CHECK(read(*b, Ids{7, -8}) == wide);
+  CHECK_EQUAL(a->size(), 2u);
+  CHECK_EQUAL(a->max_event_time(), 6);
+  CHECK_THROWS(std::invalid_argument, "by table", TableGroup({a}).put(rows));
+  const std::vector<IncomingRows> short_of_values{{hashes, times, there, wide, {}}, {}, {}};
+  CHECK_THROWS(std::invalid_argument, "values of all rows", group.put(short_of_values));
+}
+
+// More rows than a window, of several partitions; an id without a row, and one that came twice.
+void many_rows_are_taken_at_once() {
+  const auto a = table(1);
+  Ids ids;
+  Floats values;
+  for (int i = 0; i < 40000; ++i) {
+    ids.push_back(i);
+    values.push_back(static_cast<float>(i));
+  }
+  a->assign(ids, values.data(), {3});
+  Ids taken;
+  for (int i = 39999; i >= 0; i -= 3) taken.push_back(i);
+  taken.push_back(-5);
+  taken.push_back(39999);
+  Ids times(taken.size(), -1);
+  Floats out(taken.size(), -1), none(1);
+  a->take(taken, times.data(), out.data(), none.data());
+  for (std::size_t i = 0; i + 2 < taken.size(); ++i) {
+    CHECK_EQUAL(out[i], static_cast<float>(taken[i]));
+    CHECK_EQUAL(times[i], 3);
+  }
+  CHECK_EQUAL(out[taken.size() - 2], 0.0f);
+  CHECK_EQUAL(a->size(), ids.size() - (taken.size() - 2));
+  CHECK_EQUAL(a->stats().removed, taken.size() - 2);
+  const Floats left = read(*a, ids);
+  for (int i = 0; i < 40000; ++i) CHECK_EQUAL(left[i], i % 3 == 0 ? 0.0f : static_cast<float>(i));
+}
+
 void an_empty_call_is_a_call() {
   TableGroup({}).apply_gradients({}, {}, 3, {{}, {}, {}, 0, {}, false});
   TableGroup({table(1)}).lookup({}, Ids{0, 0}, 2, {});
@@ -192,6 +242,8 @@ int main() {
       {"latest values are gathered like gradients", latest_values_are_gathered_like_gradients},
       {"gradients that do not fit touch nothing", gradients_that_do_not_fit_touch_nothing},
       {"found rows are taken out", found_rows_are_taken_out},
+      {"rows are put where they were taken from", rows_are_put_where_they_were_taken_from},
+      {"many rows are taken at once", many_rows_are_taken_at_once},
       {"an empty call is a call", an_empty_call_is_a_call},
       {"workers share tables among callers", workers_share_tables_among_callers},
   });

@@ -24,6 +24,9 @@ from torch import Tensor
 
 from monolith.cuda.device import Device, DeviceEvent
 
+Parts = Sequence[tuple[int, torch.dtype]]
+"""Length and type of tensors that follow one another in one piece of memory."""
+
 _ALIGNED = 256
 """Bytes: the parts of a transfer begin at multiples of this."""
 _SPARE = 1.25
@@ -98,7 +101,7 @@ class Sent:
 class Staged:
     """Pinned memory to fill and to send as one copy. Used by one thread."""
 
-    def __init__(self, transfers: Transfers, parts: Sequence[tuple[int, torch.dtype]]) -> None:
+    def __init__(self, transfers: Transfers, parts: Parts) -> None:
         self._transfers = transfers
         self._parts = parts
         size = bytes_of(parts)
@@ -176,12 +179,12 @@ class Transfers:
         return Landing(self, tensor)
 
 
-def bytes_of(parts: Sequence[tuple[int, torch.dtype]]) -> int:
+def bytes_of(parts: Parts) -> int:
     """Return the bytes of memory that `cut` needs."""
     return sum(_rounded(count * dtype.itemsize) for count, dtype in parts)
 
 
-def cut(memory: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> tuple[Tensor, ...]:
+def cut(memory: Tensor, parts: Parts) -> tuple[Tensor, ...]:
     """Return tensors that follow one another in one piece of memory."""
     found, at = [], 0
     for count, dtype in parts:

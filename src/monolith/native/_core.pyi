@@ -653,6 +653,11 @@ class TableGroup:
         Move found rows out of the tables into these columns, table after table.
         """
 
+    def put(self, rows: Sequence[tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.uint8], NDArray[numpy.float32], NDArray[numpy.float32]]]) -> list[int]:
+        """
+        Restore rows, table after table: hashes, times, whether there is a row, values and state. Return how many each table was given.
+        """
+
     def apply_gradients(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_shards: int, gradients: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], rates: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], dedup: bool, latest: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
         """Step every table once, with its ids of all shards in shard order."""
 

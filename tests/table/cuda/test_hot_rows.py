@@ -159,11 +159,11 @@ def test_rows_on_their_way_are_seen_by_whatever_reads_the_table(pair: Pair) -> N
         pair.train(pair.stage(torch.arange(first, first + 8)))
     table, here = pair.there[0], pair.here[0]
     with SpillingTable.moving([table]):
-        table.start_spill(10, pair.hot._transfers)
+        SpillingTable.start_spills([(table, 10)], pair.hot._transfers)
     everything = torch.arange(100)
     assert torch.equal(table.lookup(everything), here.lookup(everything))
     with SpillingTable.moving([table]):
-        table.start_spill(10, pair.hot._transfers)
+        SpillingTable.start_spills([(table, 10)], pair.hot._transfers)
     assert len(table) == len(here)
     pair.check()
 

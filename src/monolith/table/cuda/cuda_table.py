@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from monolith.cuda.device import Device, device_of
+from monolith.cuda.transfers import Parts
 from monolith.errors import AcceleratorError, TableArgumentError, TableClosedError
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
@@ -36,7 +37,6 @@ from monolith.table.cuda.memory import (
     Claimed,
     DeviceMemory,
     Recency,
-    SpilledRows,
     Times,
 )
 from monolith.table.cuda.resident_rows import ResidentRows, WriteBatch, runs_by_kind
@@ -203,29 +203,43 @@ class CudaTable:
 
     # For `HotRows`, which moves rows between this table and host memory
 
+    # Launching nothing, these take the lock alone.
+
     @property
     def moves_freely(self) -> bool:
         """Whether rows may come and go untold: no snapshot is open, and changes are not tracked."""
-        with self._open() as memory:
-            return memory.flags is None
+        with self._lock:
+            return self._memory.flags is None
 
     def recency(self) -> Recency:
         """Return when rows were used. Needs `remembers_use`."""
-        with self._open() as memory:
-            assert memory.recency is not None
-            return memory.recency
+        with self._lock:
+            found = self._memory.recency
+            assert found is not None
+            return found
 
     def free_places(self, *, wait: bool) -> int:
         """Return for how many new ids there surely is a place; `wait` for the device to know it exactly."""
+        if not wait:
+            with self._lock:
+                return self._rows.limit - self._rows.usage.bound()
         with self._open():
-            if wait:
-                self._rows.usage.read()
+            self._rows.usage.read()
             return self._rows.limit - self._rows.usage.bound()
 
-    def spill_idle(self, count: int) -> SpilledRows:
-        """Move the rows out that were not used for longest, `count` at most; waits for nothing."""
+    def spill_parts(self, count: int) -> Parts:
+        """Return the columns that `spill_idle` fills."""
+        with self._lock:
+            return self._memory.spill_parts(count)
+
+    def spill_idle(self, count: int, into: Tensor) -> None:
+        """Move the rows out that were not used for longest, `count` at most; waits for nothing.
+
+        Args:
+            into: uint8 on the device: memory for the columns of `spill_parts`.
+        """
         with self._open(writing=True) as memory:
-            return memory.spill_idle(count)
+            memory.spill_idle(count, into)
 
     def tidy(self) -> None:
         """Free the places of rows that have gone and are marked."""

@@ -177,7 +177,7 @@ class HotRows:
         device = self.device
         with self.lock, device.active():
             self._stream.wait_for(device.current_stream())  # which has the ids
-            with device.on(self._stream), SpillingTable.moving(self._tables):
+            with device.on(self._stream), SpillingTable.moving(self._tables, self._far):
                 self._stream.keep(staged.there)
                 self._staged.discard(staged)
                 self._move(staged)
@@ -190,7 +190,10 @@ class HotRows:
         free = [table.near.moves_freely for table in tables]
         found = self._find(staged, free)
         coming = np.where(free, found.distinct, sizes).tolist()
-        staged.fits = all(self._has_room(number, count) for number, count in enumerate(coming))
+        promised = self._promised()
+        staged.fits = all(
+            self._has_room(number, *one) for number, one in enumerate(zip(coming, promised, strict=True))
+        )
         if not staged.fits:
             return
         if self._spilled_now:
@@ -269,10 +272,10 @@ class HotRows:
 
     # Room
 
-    def _has_room(self, number: int, coming: int) -> bool:
+    def _has_room(self, number: int, coming: int, promised: int) -> bool:
         """Make sure that a table has room for the rows of a batch; waits only if there may be none."""
         table, near = self._tables[number], self._tables[number].near
-        wanted = coming + self._promised(number)
+        wanted = coming + promised
         if near.free_places(wait=False) >= wanted or near.free_places(wait=True) >= wanted:
             return True
         most = near.most_rows or 0
@@ -288,7 +291,7 @@ class HotRows:
                     most,
                 )
             return False
-        table.start_spill(self._at_once(number, wanted), self._transfers)
+        SpillingTable.start_spills([(table, self._at_once(number, wanted))], self._transfers)
         table.finish_spill()
         self._spilled_now = True
         if near.free_places(wait=True) >= wanted:
@@ -298,21 +301,26 @@ class HotRows:
 
     def _spill_ahead(self, coming: Sequence[int]) -> None:
         """Start to spill rows of tables that may have no room for the next batches."""
-        for number, (table, count) in enumerate(zip(self._tables, coming, strict=True)):
+        spilling = []
+        for number, (table, count, promised) in enumerate(
+            zip(self._tables, coming, self._promised(), strict=True)
+        ):
             self._since_spill[number] += 1
-            short = _AHEAD * count + self._promised(number) - table.near.free_places(wait=False)
+            short = _AHEAD * count + promised - table.near.free_places(wait=False)
             # The bound of places in use is high until the counters come back that know of the last spill.
             if short > 0 and self._since_spill[number] > _SPILL_PAUSE:
                 self._since_spill[number] = 0
-                table.start_spill(self._at_once(number, short), self._transfers)
+                spilling.append((table, self._at_once(number, short)))
+        SpillingTable.start_spills(spilling, self._transfers)
 
     def _at_once(self, number: int, wanted: int) -> int:
         most = self._tables[number].near.most_rows or 0
         return max(wanted, min(most // _PART, _MOST_AT_ONCE))
 
-    def _promised(self, number: int) -> int:
-        """Return how many places batches may still take that are staged and not trained."""
-        return sum(other.coming[number] for other in self._staged)
+    def _promised(self) -> list[int]:
+        """Return by table how many places batches may still take that are staged and not trained."""
+        several = [other.coming for other in self._staged]
+        return [sum(of) for of in zip(*several, strict=True)] if several else [0] * len(self._tables)
 
     def _oldest(self) -> int | None:
         return min((other.number for other in self._staged), default=None)

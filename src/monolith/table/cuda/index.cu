@@ -280,9 +280,23 @@ extern "C" __global__ void capture_rows(const u64* __restrict__ keys, u64 bucket
   if (ones != 0) copy_rows(values, states, new_values, new_states, words, place, first ? (i64)at : -1);
 }
 
+#define NEVER_IDLE 0x7fffffff
+
+// Writes the stamp of each place (`Recency`), by which idle rows are chosen: NEVER_IDLE for a place without a
+// row, and for one with a stamp from `first` on, which must stay. A row without a stamp was made by a
+// captured step: it counts as used by `batch`.
+extern "C" __global__ void idle_stamps(const u64* __restrict__ keys, u64 buckets, int* __restrict__ stamps,
+                                       int batch, int first, int* __restrict__ idle) {
+  const u64 place = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (place >= buckets * KEYS + 2) return;
+  const bool held = held_at(keys, buckets, place);
+  int stamp = stamps[place];
+  if (held && stamp == 0) stamps[place] = stamp = batch;
+  idle[place] = held && stamp < first ? stamp : NEVER_IDLE;
+}
+
 // Moves rows out: copies those at `places` that are not NEVER_IDLE by their stamps (`Recency`), each place
 // once, and drops them. `gone` says which. The arrays of the copies are by position in `places`.
-#define NEVER_IDLE 0x7fffffff
 extern "C" __global__ void spill_rows(u64* keys, u64 buckets, const u32* __restrict__ row_times,
                                       const u32* __restrict__ values, const u32* __restrict__ states,
                                       Widths words, int* __restrict__ stamps, const i64* __restrict__ places,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from monolith.cuda.device import Device, DeviceStream
 from monolith.cuda.kernels import THREADS, Kernels, blocks_for
-from monolith.cuda.transfers import bytes_of, cut
+from monolith.cuda.transfers import Parts, cut
 from monolith.errors import AcceleratorError
 from monolith.table.cuda.layout import DeviceRowLayout, index_kernels
 
@@ -67,7 +67,6 @@ SIGN = -(1 << 63)
 """The highest bit of a hash: turned, hashes are in order as signed numbers."""
 NEVER_IDLE = (1 << 31) - 1
 """In place of the stamp of a row that must not be spilled."""
-_FREE, _MARK = 0, 1  # as in places.cuh
 
 
 class _Table(ctypes.Structure):
@@ -181,34 +180,6 @@ class RowArrays:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SpilledRows:
-    """Rows that left a device table, on the device and in one piece of memory, `whole`, to be copied at once.
-
-    Shapes: n positions. hashes, times: int64 (n,); gone: uint8 (n,), 0 for a position without a row; values
-    and states: int32 and float32, n rows one after another.
-    """
-
-    whole: Tensor
-    parts: tuple[tuple[int, torch.dtype], ...]
-
-    @classmethod
-    def empty(cls, n: int, layout: DeviceRowLayout, device: torch.device) -> SpilledRows:
-        parts = (
-            (n, torch.int64),
-            (n, torch.int64),
-            (n, torch.uint8),
-            (n * layout.row_bytes // 4, torch.int32),
-            (n * layout.state_dim, torch.float32),
-        )
-        return cls(torch.empty(bytes_of(parts), dtype=torch.uint8, device=device), parts)
-
-    @property
-    def columns(self) -> tuple[Tensor, ...]:
-        """Hashes, times, gone, values and states, as in `whole`."""
-        return cut(self.whole, self.parts)
-
-
 class Recency:
     """The last batch that used each place, for spilling. Waits for nothing. Not thread-safe.
 
@@ -234,31 +205,11 @@ class Recency:
     def note(self, places: Tensor) -> None:
         """Take note of a batch that writes to places, int32; those beyond the last count for nothing."""
         self.batch += 1
-        self.stamps.index_fill_(0, self._inside(places), self.batch)
+        self.stamps.index_fill_(0, self.inside(places), self.batch)
 
     def forget(self, places: Tensor) -> None:
         """Take note that the rows at int64 places were dropped."""
         self.stamps.index_fill_(0, places, 0)
-
-    def idle(self, held: Tensor, count: int, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the places that were not used for longest, `count` at most, and their stamps, in no order.
-
-        A stamp of `NEVER_IDLE` says that the row at the place must stay, or that there is none.
-
-        Args:
-            held: A bool for each place: whether it has a row.
-            excluded: Places that must stay, int32; those beyond the last count for nothing.
-        """
-        own = self.stamps[:-1]
-        own.masked_fill_(held & (own == 0), self.batch)
-        stays = torch.cat([~held, held.new_ones(1)])
-        if excluded is not None:
-            stays.index_fill_(0, self._inside(excluded), True)
-        if (first := self.staged_from()) is not None:
-            stays |= self.stamps >= first
-        stamps = self.stamps.masked_fill(stays, NEVER_IDLE)
-        oldest = torch.topk(stamps, min(count, len(held)), largest=False, sorted=False)
-        return oldest.indices, oldest.values
 
     def moved(self, before: Tensor, after: Tensor, places: int) -> Recency:
         """Return the same for rows that went to other places, both int64, of a memory of another size."""
@@ -267,7 +218,8 @@ class Recency:
         new.stamps[after] = self.stamps[before]
         return new
 
-    def _inside(self, places: Tensor) -> Tensor:
+    def inside(self, places: Tensor) -> Tensor:
+        """Return places as int64; the one behind the last for those beyond it."""
         return places.clamp(max=len(self.stamps) - 1).to(torch.int64)
 
 
@@ -415,8 +367,7 @@ class DeviceMemory:
 
     def idle(self, count: int, excluded: Tensor) -> Tensor:
         """Return the hashes of the rows not written for longest, `count` at most, none of `excluded`."""
-        assert self.recency is not None
-        places, stamps = self.recency.idle(self._held(), count, self.find(excluded))
+        places, stamps = self._idle(count, self.find(excluded))
         return self.hashes_at(places[stamps != NEVER_IDLE])
 
     def hashes_at(self, places: Tensor) -> Tensor:
@@ -590,16 +541,33 @@ class DeviceMemory:
 
     # Forgetting
 
-    def spill_idle(self, count: int) -> SpilledRows:
-        """Move the rows out that were not used for longest, `count` at most; waits for nothing."""
+    def spill_parts(self, count: int) -> Parts:
+        """Return the columns that `spill_idle` fills: hashes, times, gone, values and states.
+
+        Shapes: n positions. hashes, times: int64 (n,); gone: uint8 (n,), 0 for a position without a row;
+        values and states: int32 and float32, n rows one after another.
+        """
+        n = min(count, self.places + EXTRA_PLACES)
+        return (
+            (n, torch.int64),
+            (n, torch.int64),
+            (n, torch.uint8),
+            (n * self.layout.row_bytes // 4, torch.int32),
+            (n * self.layout.state_dim, torch.float32),
+        )
+
+    def spill_idle(self, count: int, into: Tensor) -> None:
+        """Move the rows out that were not used for longest, `count` at most; waits for nothing.
+
+        Args:
+            into: uint8 on the device: memory for the columns of `spill_parts`.
+        """
         assert self.recency is not None
-        places, stamps = self.recency.idle(self._held(), count, None)
-        rows = SpilledRows.empty(len(places), self.layout, self._device)
+        places, stamps = self._idle(count, None)
         source = self._times, self._values, self._states, self._widths(), self.recency.stamps
-        moved = places, stamps, len(places), *rows.columns
+        moved = places, stamps, len(places), *cut(into, self.spill_parts(count))
         blocks = blocks_for(len(places))
         self._launch(self._index, "spill_rows", blocks, *self._head(), *source, *moved, self.counters)
-        return rows
 
     def drop(self, places: Tensor) -> int:
         """Drop the rows at int64 places; return how many there were."""
@@ -668,14 +636,25 @@ class DeviceMemory:
 
     # Inside
 
-    def _held(self) -> Tensor:
-        """Return a bool for each place: whether it has a row."""
-        # Keys are unsigned hashes in an int64 tensor: those from 2^63 on are negative. Behind the buckets a
-        # key is not a hash but FREE or HELD.
-        held = self._keys > _MARK
-        held |= self._keys < 0
-        held[self.places :] = self._keys[self.places :] != _FREE
-        return held
+    def _idle(self, count: int, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the places that were not used for longest, `count` at most, and their stamps, in no order.
+
+        A stamp of `NEVER_IDLE` says that the row at the place must stay, or that there is none.
+
+        Args:
+            excluded: Places that must stay, int32; those beyond the last count for nothing.
+        """
+        assert self.recency is not None
+        recency, total = self.recency, self.places + EXTRA_PLACES
+        first = recency.staged_from()
+        idle = torch.empty(total + 1, dtype=torch.int32, device=self._device)  # one more, as stamps have
+        staged = NEVER_IDLE if first is None else first
+        arguments = recency.stamps, recency.batch, staged, idle
+        self._launch(self._index, "idle_stamps", blocks_for(total), *self._head(), *arguments)
+        if excluded is not None:
+            idle.index_fill_(0, recency.inside(excluded), NEVER_IDLE)
+        oldest = torch.topk(idle[:total], min(count, total), largest=False, sorted=False)
+        return oldest.indices, oldest.values
 
     def _places_of(self, hashes: Tensor) -> Tensor:
         """Return the int64 places of rows by their hashes; all must be there."""

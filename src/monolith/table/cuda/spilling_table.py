@@ -32,7 +32,7 @@ from torch import Tensor
 
 from monolith import native
 from monolith.cuda.device import Device
-from monolith.cuda.transfers import Landing, Transfers, cut
+from monolith.cuda.transfers import Landing, Parts, Transfers, bytes_of, cut
 from monolith.errors import ConfigError, TableClosedError
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
@@ -53,8 +53,6 @@ _RESERVE = 16  # with a ceiling, one in so many places stays free, so that rows 
 _CHUNK = 1 << 16  # rows that are copied at once
 _INDEX_BYTES = 32  # of the index, per far row, at most
 
-Parts = tuple[tuple[int, torch.dtype], ...]
-
 
 @dataclass(slots=True)
 class _Moves:
@@ -64,6 +62,41 @@ class _Moves:
     removed: int = 0
     refused: int = 0
     evicted: int = 0
+
+
+class _Copied:
+    """Rows of several tables that are copied from a device at once. Thread-safe.
+
+    Args:
+        tables: How many of them use it: the last one releases the memory.
+    """
+
+    def __init__(self, landing: Landing, tables: int) -> None:
+        self.landing = landing
+        self._lock = threading.Lock()
+        self._tables = tables  # guarded by the lock
+
+    def release(self) -> None:
+        with self._lock:
+            self._tables -= 1
+            if not self._tables:
+                self.landing.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Departed:
+    """The rows of one table among those that were copied."""
+
+    copied: _Copied
+    bytes: slice
+    parts: Parts
+
+    def columns(self) -> tuple[Tensor, ...]:
+        """Wait for the copy, and return hashes, times, gone, values and states: valid until `release`."""
+        return cut(self.copied.landing.wait()[self.bytes], self.parts)
+
+    def release(self) -> None:
+        self.copied.release()
 
 
 class SpillingTable:
@@ -113,8 +146,7 @@ class SpillingTable:
         self._bound = len(near)  # no more rows than these are near
         self._steps = 0  # one more than the newest step, where rows decay lazily
         self._moves = _Moves()
-        self._departed: Landing | None = None  # rows that left the device and are not far yet
-        self._departed_parts: Parts = ()
+        self._departed: _Departed | None = None  # rows that left the device and are not far yet
         self.fell = 0
         """How often rows went far other than by `start_spill`: batches staged before are staged again."""
         self._touched: list[TouchedKeySet] = []
@@ -390,8 +422,12 @@ class SpillingTable:
 
     @staticmethod
     @contextmanager
-    def moving(tables: Sequence[SpillingTable]) -> Iterator[None]:
-        """Hold the locks of tables, none of which is frozen, and have all departed rows be far."""
+    def moving(tables: Sequence[SpillingTable], far: native.TableGroup | None = None) -> Iterator[None]:
+        """Hold the locks of tables, none of which is frozen, and have all departed rows be far.
+
+        Args:
+            far: The far halves as a group: rows of all tables are put there by one call.
+        """
         while True:
             with ExitStack() as locks:
                 for table in tables:  # always in this order
@@ -400,21 +436,36 @@ class SpillingTable:
                 if frozen is None:
                     for table in tables:
                         table._check_open()
-                        table._land()
+                    if far is None:
+                        for table in tables:
+                            table._land()
+                    else:
+                        _land_together(tables, far)
                     yield
                     return
             # All locks are released before waiting: the thread that froze this table may need them.
             with frozen._lock:
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 
-    def start_spill(self, count: int, transfers: Transfers) -> None:
-        """Start to move idle rows far, `count` at most; waits for nothing."""
-        self._bound = self._most  # not known
-        if self._near.moves_freely:
-            spilled = self._near.spill_idle(count)
-            self._departed, self._departed_parts = transfers.land(spilled.whole), spilled.parts
-        else:
-            self._spill(count, torch.empty(0, dtype=torch.int64))
+    @staticmethod
+    def start_spills(several: Sequence[tuple[SpillingTable, int]], transfers: Transfers) -> None:
+        """Start to move idle rows of tables far, so many of each at most, by one copy; waits for nothing."""
+        free: list[tuple[SpillingTable, int, Parts]] = []
+        for table, count in several:
+            table._bound = table._most  # not known
+            if table._near.moves_freely:
+                free.append((table, count, table._near.spill_parts(count)))
+            else:
+                table._spill(count, torch.empty(0, dtype=torch.int64))
+        if not free:
+            return
+        sizes = [bytes_of(parts) for _, _, parts in free]
+        whole = torch.empty(sum(sizes), dtype=torch.uint8, device=free[0][0].cuda.torch_device)
+        for (table, count, _), into in zip(free, whole.split_with_sizes(sizes), strict=True):
+            table._near.spill_idle(count, into)
+        copied, ends = _Copied(transfers.land(whole), len(free)), np.cumsum(sizes).tolist()
+        for (table, _, parts), size, end in zip(free, sizes, ends, strict=True):
+            table._departed = _Departed(copied, slice(end - size, end), parts)
 
     def finish_spill(self) -> None:
         """Wait for rows that were spilled, and put them far."""
@@ -448,7 +499,7 @@ class SpillingTable:
         departed, self._departed = self._departed, None
         if departed is None:
             return
-        hashes, times, gone, values, states = cut(departed.wait(), self._departed_parts)
+        hashes, times, gone, values, states = departed.columns()
         there = gone.to(torch.bool)
         n, ids = len(hashes), torch.from_numpy(unmix(hashes.numpy().view(np.uint64)))
         rows = Rows(
@@ -704,6 +755,29 @@ def halves(
         workers=workers,
     )
     return near, far
+
+
+def _land_together(tables: Sequence[SpillingTable], far: native.TableGroup) -> None:
+    """Put the rows of tables far that left the device, on several threads; waits for their copies."""
+    if all(table._departed is None for table in tables):
+        return
+    ints, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
+    nothing = ints, ints, np.zeros(0, np.uint8), floats, floats
+    columns = []
+    with ExitStack() as silent:
+        for table in tables:
+            if table._departed is None:
+                columns.append(nothing)
+                continue
+            silent.enter_context(table.far_untouched())
+            hashes, times, gone, values, states = (one.numpy() for one in table._departed.columns())
+            columns.append((hashes, times, gone, values.view(np.float32), states))
+        counts = far.put(columns)
+    for table, count in zip(tables, counts, strict=True):
+        departed, table._departed = table._departed, None
+        table._moves.inserted += count
+        if departed is not None:
+            departed.release()
 
 
 def _at(column: Any, places: Tensor) -> Any:
