@@ -51,6 +51,12 @@ _SCORES_AT_ONCE = 1 << 24
 """Scores computed at a time: 64 MiB of float32."""
 _LOOK_EVERY = 1.0
 """Seconds between two looks at the file of items."""
+_SAMPLE_EVERY = 100
+"""One of so many searches is compared with a brute-force search, if there was none for a while."""
+_CHECK_EVERY = 60.0
+"""Seconds between two such comparisons."""
+_MOST_CHECKED = 200_000
+"""Items that are embedded again for one; of more, as many are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,10 @@ class ItemIndex:
         self._users_of_rows: dict[str, tuple[Tensor, Tensor]] = {}
         """Table -> sorted IDs of other features of the item tower, and the place of an item that has it."""
         self._catalogue: _Catalogue | None = None
+        self._searches = 0
+        self._sample: tuple[int, Tensor, TopK] | None = None
+        """Generation, vector and request of a user whose answer is to be compared."""
+        self._checked_at = float("-inf")
         self._claim: RowsClaim = self._claim_now()
         predictor.on_rows(self._note)
         if self._path is not None:
@@ -205,6 +215,9 @@ class ItemIndex:
             with self._lock:
                 if generation == self._generation:  # else the user tower has new weights meanwhile
                     items, scores = self._best(users, asked, exclude)
+                    if self._searches % _SAMPLE_EVERY == 0 and len(users):
+                        self._sample = (generation, users[:1].clone(), asked)
+                    self._searches += 1
                     break
         claims = [one.claim for one in rows if one.claim is not None]
         missing = tuple(dict.fromkeys(name for one in rows for name in one.missing))
@@ -234,6 +247,40 @@ class ItemIndex:
                 items.append([self._names[slot] for slot in slots[:count].tolist()])
                 scores.append(values[:count].numpy().copy())
         return items, scores
+
+    def check_recall(self, user: Tensor, asked: TopK) -> float:
+        """Return the fraction of a user's best items that the index finds, of those that it should find.
+
+        All items, or as many as are drawn of a large catalogue, are embedded again from the rows as they are
+        at this moment: an update that was missed shows.
+
+        Args:
+            user: The vector of the user, float32 (1, out).
+        """
+        with self._lock:
+            eligible = self._alive & self._matches(asked.filter) if asked.filter else self._alive.clone()
+        slots = eligible.nonzero().flatten()
+        if len(slots) > _MOST_CHECKED:
+            slots = slots[torch.randperm(len(slots))[:_MOST_CHECKED]].sort().values
+        k = min(asked.k, len(slots))
+        if not k:
+            return 1.0
+        anew = torch.cat([self._embed(part) for part in torch.split(slots, _CHUNK)])
+        with self._lock:
+            known = self._vectors[slots]
+        wanted = (user @ anew.T).topk(k).indices
+        found = (user @ known.T).topk(k).indices
+        return float(torch.isin(found, wanted).float().mean())
+
+    def _check_sample(self) -> None:
+        """Compare a sampled search, on the thread that updates the index, so that none is under way."""
+        now = concurrency.monotonic()
+        if self._sample is None or now < self._checked_at + _CHECK_EVERY:
+            return
+        (generation, user, asked), self._sample = self._sample, None
+        if generation == self._generation:  # else the vector is of weights before
+            self._checked_at = now
+            self._metrics.compared(self._name, self.check_recall(user, asked))
 
     def _matches(self, wanted: Mapping[str, Any]) -> Tensor:
         """Return which items have the attributes, as a mask over all."""
@@ -284,6 +331,8 @@ class ItemIndex:
                 self._busy = True
             try:
                 self._work_on(changes)
+                if not changes:
+                    self._check_sample()
             except Exception:  # the items as they were are served on; the next change tries again
                 _log.exception("model %r: the index of items could not be updated", self._name)
                 self._metrics.failed(self._name)

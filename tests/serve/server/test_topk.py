@@ -24,6 +24,7 @@ from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureSpec, FloatFeature, IdFeature
 from monolith.model import TwoTower
 from monolith.serve import Predictor
+from monolith.serve.item_index import TopK
 from monolith.serve.server import InferenceServer, ServeConfig, ServedFolder
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.sync.channel import MemoryChannel
@@ -244,6 +245,21 @@ def test_a_changed_file_is_read_again(roots, tmp_path):
         assert [item for item, _ in ask(server, "rich", inputs)[0]] == ["s1"]
         path.write_text(json.dumps({**line, "sku": "s2"}) + "\n" + json.dumps(line) + "\n")
         until(lambda: {item for item, _ in ask(server, "rich", inputs)[0]} == {"s1", "s2"})
+
+
+def test_a_sampled_request_is_compared_with_brute_force(served):
+    ask(served, "plain", users("u1"), k=5)
+    name = 'monolith_serve_index_recall{model="plain"}'
+    until(lambda: f"{name} 1.0" in served.inference.render_metrics().decode())
+
+
+def test_an_index_that_missed_an_update_shows(roots):
+    with serving(roots, "plain") as server, server.inference.repository.lease("plain") as held:
+        index = server.inference.indexes[held.model]
+        user = torch.ones(1, 6)
+        assert index.check_recall(user, TopK(5)) == 1.0
+        index._vectors.neg_()
+        assert index.check_recall(user, TopK(5)) < 0.5
 
 
 # Following
