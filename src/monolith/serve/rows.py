@@ -285,8 +285,6 @@ class FoundRows:
     """How new the rows are; None if no row was read."""
 
 
-_GATHERED = torch.empty(0)
-
 AttachOverlay = Callable[[FrozenTables, int | None], tuple[OverlaidTables, ClaimCell]]
 """Puts mapped tables below an overlay of deltas, given the threads of a lookup; returns both as one, and
 their claim."""
@@ -367,6 +365,7 @@ class MappedRows:
         self._files = FrozenTables(tables, threads=threads)
         self._all: FrozenTables | OverlaidTables = self._files
         self._widths = dict(self._files.tables)
+        self._no_rows = torch.empty(0)
 
     @property
     def claim(self) -> RowsClaim:
@@ -391,7 +390,7 @@ class MappedRows:
             return gather_looked_up(self, gatherer, ids, deadline)
         before = self._claims.now
         tensors = gatherer.read_rows(self._all.group, ids)
-        return tensors, FoundRows(_GATHERED, claim=spanning(before, self._claims.now))
+        return tensors, FoundRows(self._no_rows, claim=spanning(before, self._claims.now))
 
     def ids(self, table: str) -> Tensor:
         return torch.cat([self._all.present_ids(table, one.start, one.stop - 1) for one in hash_spans()])
