@@ -26,6 +26,7 @@ from monolith.serve.server.inference import (
     read_split_key,
     read_timeout,
 )
+from monolith.serve.server.spans import TRACE_HEADERS
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
     BINARY,
@@ -190,6 +191,7 @@ def read_infer(
         priority=read_priority(parameters.get(PRIORITY, 0)),
         split_key=read_split_key(parameters.get(SPLIT_KEY, headers.get(SPLIT_KEY_HEADER, ""))),
         transport="http",
+        trace={name: headers[name] for name in TRACE_HEADERS if name in headers},
     )
     return request, BinaryOutputs(
         _flag(parameters, BINARY_OUTPUT), {name: given[BINARY] for name, given in wanted if BINARY in given}
