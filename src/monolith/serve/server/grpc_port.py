@@ -23,9 +23,11 @@ from monolith.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from monolith.serve.item_index import TopK
 from monolith.serve.server.batching import JSON_COST, Quotas
 from monolith.serve.server.inference import (
     EXTENSIONS,
+    FILTER,
     GRPC_STATUS,
     INTERNAL,
     NO_CONTROL,
@@ -33,6 +35,7 @@ from monolith.serve.server.inference import (
     PLATFORM,
     SERVER_NAME,
     TIMEOUT,
+    TOP_K,
     UNLOAD_PARAMETERS,
     VERSION,
     Inference,
@@ -42,6 +45,7 @@ from monolith.serve.server.inference import (
     Parameter,
     check_parameters,
     code_of,
+    read_filter,
     read_priority,
     read_split_key,
     read_timeout,
@@ -397,7 +401,12 @@ class GrpcPort:
 
     def _model_infer(self, request: Any, context: Any) -> Any:
         try:
-            check_parameters("a request", request.parameters, (TIMEOUT, PRIORITY, SPLIT_KEY))
+            topk = None
+            if TOP_K in request.parameters:
+                k: Any = _parameter(request.parameters, TOP_K, 0)
+                topk = TopK(k, read_filter(_parameter(request.parameters, FILTER, "{}")))
+            known = (TIMEOUT, PRIORITY, SPLIT_KEY, TOP_K, *(() if topk is None else (FILTER,)))
+            check_parameters("a request", request.parameters, known)
             asked = InferRequest(
                 model=request.model_name,
                 version=request.model_version,
@@ -409,6 +418,7 @@ class GrpcPort:
                 split_key=read_split_key(_parameter(request.parameters, SPLIT_KEY, "")),
                 transport="grpc",
                 trace=self._trace(context),
+                topk=topk,
             )
         except RequestError as error:
             self._inference.refuse("grpc", error, request.model_name, request.id)

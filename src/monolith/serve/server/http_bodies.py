@@ -16,12 +16,16 @@ from typing import Any
 from monolith import concurrency
 from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.config import ServeLimits
+from monolith.serve.item_index import TopK
 from monolith.serve.server.batching import JSON_COST, Reservation
 from monolith.serve.server.inference import (
+    FILTER,
     TIMEOUT,
+    TOP_K,
     InferReply,
     InferRequest,
     check_parameters,
+    read_filter,
     read_priority,
     read_split_key,
     read_timeout,
@@ -155,12 +159,18 @@ def _no_constant(name: str) -> Any:
 
 
 def read_infer(
-    target: tuple[str, str], body: bytes, headers: Mapping[str, str], read_json: Callable[[memoryview], Any]
+    target: tuple[str, str],
+    body: bytes,
+    headers: Mapping[str, str],
+    read_json: Callable[[memoryview], Any],
+    *,
+    topk: bool = False,
 ) -> tuple[InferRequest, BinaryOutputs]:
     """Return the request that a body is, and which outputs are to be sent in binary.
 
     Args:
         target: The model, and its version.
+        topk: Whether it asks for the best items.
 
     Raises:
         RequestError: It is none; says where.
@@ -178,7 +188,8 @@ def read_infer(
     if not isinstance(message, dict):
         raise RequestError("the body must be a JSON object with `inputs`")
     parameters = _object(message, "parameters")
-    check_parameters("a request", parameters, (TIMEOUT, PRIORITY, SPLIT_KEY, BINARY_OUTPUT))
+    known = (TIMEOUT, PRIORITY, SPLIT_KEY, BINARY_OUTPUT, *((TOP_K, FILTER) if topk else ()))
+    check_parameters("a request", parameters, known)
     wanted = _outputs(message)
     model, version = target
     request = InferRequest(
@@ -192,6 +203,7 @@ def read_infer(
         split_key=read_split_key(parameters.get(SPLIT_KEY, headers.get(SPLIT_KEY_HEADER, ""))),
         transport="http",
         trace={name: headers[name] for name in TRACE_HEADERS if name in headers},
+        topk=TopK(parameters.get(TOP_K, 10), read_filter(parameters.get(FILTER, {}))) if topk else None,
     )
     return request, BinaryOutputs(
         _flag(parameters, BINARY_OUTPUT), {name: given[BINARY] for name, given in wanted if BINARY in given}
