@@ -29,7 +29,7 @@ from monolith.table import (
     TableConfig,
     TouchedKeySet,
 )
-from monolith.table.cuda.fused import CapturedStep
+from monolith.table.cuda.fused import CapturedStep, FusedTables
 from monolith.table.cuda.hot_rows import HotRows, StagedBatch, can_stage
 
 DIMS = (4, 5, 3)
@@ -259,5 +259,11 @@ def test_only_tables_that_spill_without_a_limit_are_staged(device: Device) -> No
     assert can_stage([one])
     assert not can_stage([one, other])
     assert not can_stage([one, NativeTable(replace(free))])
-    for table in (one, other):
+    halved = spilling_table(replace(config(2), embedding_dtype="bfloat16"), device=device)
+    assert not can_stage([one, halved])
+    for tables, why in (([other], "it has a capacity_bytes"), ([halved], "not stored as float32")):
+        said = FusedTables(tables, device).why_not_captured() or ""
+        assert f"table {tables[0].config.name!r} keeps some of its rows in host memory, and " in said
+        assert why in said
+    for table in (one, other, halved):
         table.close()

@@ -336,13 +336,9 @@ def _launches(sizes: Ints) -> Iterator[PlannedLaunch]:
 
 
 def can_stage(tables: Sequence[Table]) -> TypeGuard[Sequence[SpillingTable]]:
-    """Return whether `HotRows` can move the rows of tables: all spill, into host memory without a limit."""
+    """Return whether `HotRows` can move the rows of tables: all spill, and none has a reason against it."""
     return bool(tables) and all(
-        isinstance(table, SpillingTable)
-        and table.config.capacity_bytes is None
-        and isinstance(table.far, NativeTable)
-        and table.near._layout.row_bytes == 4 * table.dim
-        for table in tables
+        isinstance(table, SpillingTable) and table.why_not_staged is None for table in tables
     )
 
 

@@ -207,6 +207,15 @@ class SpillingTable:
         """The rows in host memory, to look at."""
         return self._far
 
+    @property
+    def why_not_staged(self) -> str | None:
+        """Why `HotRows` cannot bring rows near ahead of steps; None if it can."""
+        if self._config.capacity_bytes is not None:
+            return "it has a capacity_bytes, and the host decides which ids get its last rows"
+        if self._near._layout.row_bytes != 4 * self.dim:
+            return "its embeddings are not stored as float32"
+        return None if isinstance(self._far, NativeTable) else "its other rows are not in host memory"
+
     def __len__(self) -> int:
         with self._open():
             return len(self._near) + len(self._far)
