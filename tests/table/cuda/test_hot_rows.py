@@ -120,6 +120,19 @@ def test_a_skewed_stream_is_trained_as_in_host_memory_and_fetches_cold_rows_only
     assert 0.7 < pair.hot.counts.share < 1
 
 
+def test_the_room_on_the_device_is_used_for_rows_however_many_have_come_and_gone(device: Device) -> None:
+    pair = Pair(device, places=256)
+    random = np.random.default_rng(2)
+    rows = []
+    for number in range(200):
+        pair.train(pair.stage(torch.from_numpy(random.integers(0, 2000, 8))))
+        if number >= 150:
+            rows.append(len(pair.there[0].near))
+    assert min(rows) > 0.7 * (pair.there[0].near.most_rows or 0)
+    pair.check()
+    pair.close()
+
+
 def test_staging_waits_for_nothing_while_there_is_room(pair: Pair) -> None:
     for first in range(0, 24, 8):
         pair.train(pair.stage(torch.arange(first, first + 8)))

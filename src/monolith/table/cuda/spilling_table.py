@@ -148,7 +148,7 @@ class SpillingTable:
         self._moves = _Moves()
         self._departed: _Departed | None = None  # rows that left the device and are not far yet
         self.fell = 0
-        """How often rows went far other than by `start_spill`: batches staged before are staged again."""
+        """How often rows left the device other than by `start_spills`: staged batches are staged again."""
         self._touched: list[TouchedKeySet] = []
         if touched is not None:
             self.touch(touched)
@@ -305,6 +305,7 @@ class SpillingTable:
 
     def remove(self, ids: Tensor) -> int:
         with self._open(writing=True):
+            self.fell += 1
             return self._near.remove(ids) + (self._far.remove(ids.cpu()) if len(self._far) else 0)
 
     def count_expired(self, now: int) -> int:
@@ -313,6 +314,7 @@ class SpillingTable:
 
     def evict(self, now: int | None = None) -> int:
         with self._open(writing=True):
+            self.fell += 1
             moment = self._newest() if now is None else now
             return self._near.evict(moment) + self._far.evict(moment)
 
@@ -349,6 +351,7 @@ class SpillingTable:
             self._near.clear(expect_rows=self._most)
             self._far.clear(expect_rows=max(0, expect_rows - self._most))
             self._bound = self._steps = 0
+            self.fell += 1
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -472,6 +475,8 @@ class SpillingTable:
         whole = torch.empty(sum(sizes), dtype=torch.uint8, device=free[0][0].cuda.torch_device)
         for (table, count, _), into in zip(free, whole.split_with_sizes(sizes), strict=True):
             table._near.spill_idle(count, into)
+            if table._near.untidy:
+                table._near.tidy()
         copied, ends = _Copied(transfers.land(whole), len(free)), np.cumsum(sizes).tolist()
         for (table, _, parts), size, end in zip(free, sizes, ends, strict=True):
             table._departed = _Departed(copied, slice(end - size, end), parts)
