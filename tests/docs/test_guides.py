@@ -140,6 +140,11 @@ def check_changing(names: dict[str, Any]) -> None:
 def check_retrieval(names: dict[str, Any]) -> None:
     assert names["scores"]["recall@5"] > 0.3  # by chance 0.1
     assert names["candidates"].vectors.shape == (50, 16)
+    first, cheap, others = (names[one]["item"] for one in ("first", "cheap", "others"))
+    assert len(first) == 3
+    assert all(int(item[1:]) % 3 == 1 for item in first)  # u4 likes films
+    assert all(int(item[1:]) % 2 and int(item[1:]) < 12 for item in cheap)
+    assert not set(first) & set(others)
 
 
 def check_contributing(names: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from serve.server.linear import LinearCatalog, LinearModel, LinearSignature, Spec, one_model
 from serve.server.serving import serving
 
@@ -32,8 +33,9 @@ from monolith.errors import (
     UnknownModelError,
 )
 from monolith.serve import AsyncClient, Client, ClientInput, ClientOptions
-from monolith.serve.client_wire import GrpcDialect, InferQuestion, encode_inputs, tensors_of
+from monolith.serve.client_wire import GrpcDialect, InferQuestion, _unpacked, encode_inputs, tensors_of
 from monolith.serve.config import ServeLimits
+from monolith.serve.server.tensors import listed_tensor
 
 ROWS = [
     {"user": "ann", "item": 7, "price": 0.5, "tags": ["x", "y"], "label": 1},
@@ -489,6 +491,15 @@ def test_lists_of_one_length_where_the_model_says_so():
 def test_values_that_do_not_fit_are_refused(datatype, shape, values, says):
     with pytest.raises(RequestError, match=says):
         tensors_of(ClientInput("x", datatype, shape), values)
+
+
+def test_bfloat16_is_rounded_to_the_nearest_value():
+    values = [1.0, -2.5, 1.00390625, 1.01171875, 3.4e38, float("inf"), float("nan"), 0.0]
+    (made,) = tensors_of(ClientInput("x", "BF16", (-1,)), values)
+    read = _unpacked("BF16", [8], made.raw())
+    want = torch.tensor(values).to(torch.bfloat16).float().numpy()
+    assert np.array_equal(read, want, equal_nan=True)
+    assert np.array_equal(listed_tensor("x", "BF16", [8], values).values, want, equal_nan=True)
 
 
 def test_values_of_numpy_and_bytes_are_taken():

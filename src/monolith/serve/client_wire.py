@@ -39,6 +39,7 @@ from monolith.errors import (
     UnknownModelError,
 )
 from monolith.wire.open_inference import (
+    BF16,
     BINARY_EXTENSION,
     BINARY_OUTPUT,
     BINARY_SIZE,
@@ -52,7 +53,10 @@ from monolith.wire.open_inference import (
     SPLITS,
     TIMEOUT_HEADER,
     message_types,
+    read_bfloat16,
     service_methods,
+    values_dtype,
+    write_bfloat16,
 )
 
 LARGEST_ANSWER = 1 << 30
@@ -145,7 +149,7 @@ class EncodedTensor:
         if isinstance(self.values, list):
             parts = ((len(one).to_bytes(LENGTH_BYTES, "little"), one) for one in self.values)
             return b"".join(part for pair in parts for part in pair)
-        return self.values.tobytes()
+        return write_bfloat16(self.values) if self.datatype == BF16 else self.values.tobytes()
 
     def plain(self) -> list[Any]:
         """Return the values as JSON has them."""
@@ -208,7 +212,7 @@ def tensors_of(one: ClientInput, values: Any) -> list[EncodedTensor]:
     if len(one.shape) == 1 and not kinds & {list, tuple, np.ndarray, type(None)}:
         return [_tensor(one, (len(values),), values, kinds)]
     lists = [_items(value) for value in values]
-    if len(one.shape) == 2 and one.shape[1] != -1 and DTYPES.get(one.datatype, _INT64).kind == "f":
+    if len(one.shape) == 2 and one.shape[1] != -1 and (values_dtype(one.datatype) or _INT64).kind == "f":
         # A number that is missing keeps its place in the row, as NaN.
         width = one.shape[1]
         lists = [items or [None] * width for items in lists]
@@ -293,10 +297,10 @@ def _array_tensor(one: ClientInput, array: NDArray[Any]) -> EncodedTensor:
 
 
 def _dtype(one: ClientInput) -> np.dtype[Any]:
-    try:
-        return DTYPES[one.datatype]
-    except KeyError:
-        raise RequestError(f"{one.name!r} is {one.datatype}, which this client cannot send") from None
+    dtype = values_dtype(one.datatype)
+    if dtype is None:
+        raise RequestError(f"{one.name!r} is {one.datatype}, which this client cannot send")
+    return dtype
 
 
 def _text(one: ClientInput, row: int, value: Any) -> str | bytes:
@@ -568,6 +572,8 @@ class GrpcDialect:
 
 def _unpacked(datatype: str, shape: Sequence[int], raw: bytes) -> NDArray[Any]:
     """Return a raw tensor of an answer; raises a ValueError or KeyError if it is none."""
+    if datatype == BF16:
+        return read_bfloat16(raw).reshape(shape)
     if datatype != "BYTES":
         return np.frombuffer(raw, DTYPES[datatype]).reshape(shape)
     texts: list[bytes] = []
@@ -587,7 +593,7 @@ def _listed(datatype: str, shape: Sequence[int], values: Iterable[Any]) -> NDArr
         # Bytes that are not UTF-8 can be told apart, and encoded again.
         texts = [one.decode("utf-8", "surrogateescape") if isinstance(one, bytes) else one for one in values]
         return np.array(texts, dtype=object).reshape(tuple(shape))
-    return np.array(list(values), DTYPES[datatype]).reshape(tuple(shape))
+    return np.array(list(values), DTYPES["FP32" if datatype == BF16 else datatype]).reshape(tuple(shape))
 
 
 def _not_a_server(where: str, cause: Exception) -> UnavailableError:

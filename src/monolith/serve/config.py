@@ -355,6 +355,9 @@ class ServeConfig(Checked):
     shadows: tuple[str, ...] = ()
     """Shadow traffic, as `NAME=MODEL[/VERSION][:FRACTION]`: mirror a fraction of the requests for a name to a
     model and compare; clients never see the answers."""
+    items: tuple[str, ...] = ()
+    """Files of items for top-k requests, as `NAME=FILE`: CSV, Parquet or JSON lines with a row for each item,
+    the columns of the model's item tower, and attributes to filter by. Read again when it changes."""
     follow: ServeFollowConfig = field(default_factory=ServeFollowConfig)
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     poll: timedelta = timedelta(seconds=1)

@@ -267,7 +267,9 @@ class DenseGraph:
         self._given: dict[str, Tensor] = {}
         self._values: tuple[Any, ...] = ()
         self.swap(weights)
-        self._run = _without_python(module, self._values, [one.meta["val"] for one in places[fixed:]], name)
+        shapes = [one.meta["val"].shape for one in places[fixed:]]
+        self._name = name
+        self._run = _without_python(module, self._values, lambda rows: _drawn(shapes, rows), name)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -316,13 +318,14 @@ class DenseGraph:
                 made = SplitDense(self._whole, self._fixed, inputs)
                 made.swap(fixed)
                 for users in (1, 2):
-                    whole = _example(self._input_shapes, inputs, users)
+                    whole = _example(self._input_shapes, inputs, users, items=5)
                     found = made(*whole.sides, whole.user)
                     for one, other in zip(found, self._run(*self._values, *whole.rows), strict=True):
                         if not torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True):
                             raise ExportError("it then predicts something else")
             except Exception as cause:  # any error of torch: full rows are answered all the same
                 raise ExportError(f"the graph cannot be split by side: {cause}") from cause
+            made.record(lambda users, items: _example(self._input_shapes, inputs, users, items), self._name)
             self._splits.append(made)
         return made
 
@@ -337,6 +340,20 @@ class SplitDense:
         self._variants = tuple(
             _SplitVariant(SplitGraph(graph, fixed, inputs, single=single), fixed) for single in (False, True)
         )
+
+    def record(self, example: Callable[[int, int], _Example], name: str) -> None:
+        """Run without Python between the operators from now on; see `_without_python`.
+
+        Args:
+            example: Returns inputs of so many users and items.
+        """
+        for single, one in zip((False, True), self._variants, strict=True):
+
+            def drawn(rows: int, *, single: bool = single) -> list[Tensor]:
+                made = example(1 if single else rows, rows)
+                return [*made.sides[0], *made.sides[1], made.user]
+
+            one.run = _without_python(one.module, one.values, drawn, f"{name}, split by side,")
 
     def swap(self, fixed: Sequence[Tensor]) -> None:
         """Use these constants and weights from the next call on."""
@@ -361,22 +378,25 @@ class _SplitVariant:
         places = [node for node in split.graph.nodes if node.op == "placeholder"]
         self.indices = split.indices
         self.ahead = _Ahead(split.graph, places[: fixed + len(split.indices)])
-        self.run = torch.fx.GraphModule(torch.nn.Module(), self.ahead.rest).forward
+        self.module = torch.fx.GraphModule(torch.nn.Module(), self.ahead.rest)
+        self.run: Callable[..., Any] = self.module.forward
         self.values: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Example:
-    """Random inputs of one or two users with five items, split and whole."""
+    """Random inputs of some users and items, split and whole."""
 
     sides: tuple[list[Tensor], list[Tensor]]
     rows: list[Tensor]
     user: Tensor
 
 
-def _example(shapes: Sequence[tuple[int, ...]], inputs: Sequence[SplitInput], users: int) -> _Example:
+def _example(
+    shapes: Sequence[tuple[int, ...]], inputs: Sequence[SplitInput], users: int, items: int
+) -> _Example:
     random = torch.Generator().manual_seed(0)
-    user = torch.tensor([0, 0, 1, 1, 1]) % users
+    user = torch.arange(items) * users // items
 
     def drawn(size: int, shape: Sequence[int]) -> Tensor:
         return torch.rand((size, *shape), generator=random) - 0.5
@@ -416,7 +436,7 @@ _SHAPING = (_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.defaul
 
 
 def _without_python(
-    module: torch.fx.GraphModule, values: Sequence[Any], inputs: Sequence[Tensor], name: str
+    module: torch.fx.GraphModule, values: Sequence[Any], example: Callable[[int], Sequence[Tensor]], name: str
 ) -> Callable[..., Any]:
     """Return a function that runs a graph like `module.forward`, without Python between the operators.
 
@@ -427,8 +447,7 @@ def _without_python(
 
     Args:
         values: The first arguments, which depend on weights.
-        inputs: Tensors with the types and shapes of the remaining ones; a size that is not a number is that
-            of rows.
+        example: Returns the remaining ones, for so many rows.
     """
     recorded = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
     for node in recorded.graph.nodes:
@@ -439,11 +458,6 @@ def _without_python(
                 node.args = (node.args[0], known)
     recorded.graph.eliminate_dead_code()
     recorded.recompile()
-
-    def example(rows: int) -> list[Tensor]:
-        draw = torch.Generator().manual_seed(rows)
-        shapes = [[size if isinstance(size, int) else rows for size in one.shape] for one in inputs]
-        return [torch.rand(shape, generator=draw) - 0.5 for shape in shapes]
 
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -460,6 +474,13 @@ def _without_python(
         _log.info("%s is run by Python, operator by operator: %s", name, str(cause).partition("\n")[0][:200])
         return module.forward
     return lambda *given: _listed(found(*given))
+
+
+def _drawn(shapes: Sequence[Sequence[Any]], rows: int) -> list[Tensor]:
+    """Return random tensors of some shapes, of which a size that is not a number is that of rows."""
+    draw = torch.Generator().manual_seed(rows)
+    known = [[size if isinstance(size, int) else rows for size in shape] for shape in shapes]
+    return [torch.rand(shape, generator=draw) - 0.5 for shape in known]
 
 
 def _listed(found: Any) -> Sequence[Tensor]:

@@ -26,7 +26,7 @@ from monolith.checkpoint.offline.reading import SavedTables
 from monolith.config import config_from_mapping, to_dict
 from monolith.errors import ConfigError, CorruptFileError, ExportError
 from monolith.feature import FeatureSpec
-from monolith.model import EmbeddingCollection
+from monolith.model import EmbeddingCollection, TwoTower
 from monolith.observe import Progress
 from monolith.serve.dense import compile_graph
 from monolith.serve.export_tables import Advance, ExpiredRows, TableCodings, export_table, saved_history
@@ -38,12 +38,13 @@ from monolith.serve.manifest import (
     ServableDense,
     ServableFile,
     ServableTable,
+    ServableTowers,
     Signature,
     TensorSpec,
     write_requests,
     write_servable,
 )
-from monolith.serve.predictor import COMPILED, GRAPH, WEIGHTS
+from monolith.serve.predictor import COMPILED, GRAPH, TOWER_GRAPHS, WEIGHTS
 from monolith.serve.request_reader import Kind, RequestReader
 from monolith.serve.tracing import Predict, TracedDense, collections_of, trace_dense
 from monolith.serve.versions import (
@@ -206,6 +207,8 @@ class Exporter:
         if how.as_module and model.factory is None:
             raise ExportError("to be served as a Python module, the model needs a factory function")
         model.module.eval()
+        self._towers = next((part for part in model.module.modules() if isinstance(part, TwoTower)), None)
+        self._tower_graphs: dict[str, bytes] = {}
         self._traced: dict[tuple[str, ...], TracedDense] = {}
         if not how.as_module:
             self._trace(tuple(model.heads))  # raises an error before anything is written
@@ -218,6 +221,24 @@ class Exporter:
             found = trace_dense(model.module, model.outputs, floats=model.widths, heads=heads, group=group)
             self._traced[heads] = found
         return found
+
+    def _trace_towers(self) -> dict[str, bytes]:
+        """Return the graphs of the towers of a retrieval model: file -> graph. They are traced once."""
+        towers, model = self._towers, self._model
+        if towers is None or self._tower_graphs:
+            return self._tower_graphs
+        calls: Mapping[str, Predict] = {
+            "user": lambda _, batch: {"user_vector": towers.users(batch)},
+            "item": lambda _, batch: {"item_vector": towers.items(batch)},
+        }
+        group = None if model.spec is None else model.spec.group
+        self._tower_graphs = {
+            TOWER_GRAPHS[side]: trace_dense(
+                model.module, call, floats=model.widths, group=group, vectors=True
+            ).graph
+            for side, call in calls.items()
+        }
+        return self._tower_graphs
 
     def rows_of(self, prefix: str) -> int:
         """Return the number of rows that an export of a checkpoint reads, for a progress bar."""
@@ -398,9 +419,12 @@ class Exporter:
             labels=saved.heads,
             factory=self._model.factory if traced is None else None,
             arguments=self._model.arguments if traced is None else {},
+            towers=None if traced is None or self._towers is None else _describe_towers(self._towers),
         )
         if traced is not None:
             files[GRAPH] = _write(new.folder, GRAPH, traced.graph)
+            for name, graph in self._trace_towers().items():
+                files[name] = _write(new.folder, name, graph)
             if self._how.compiled:
                 package = compile_graph(traced.graph, weights, traced.example)
                 files[COMPILED] = _write(new.folder, COMPILED, package)
@@ -445,8 +469,19 @@ class Exporter:
             "compiled": how.compiled,
             "heads": list(saved.heads),
             "features": None if self._model.spec is None else self._model.spec.to_json(),
+            **({} if self._towers is None else {"towers": True}),  # exports without their graphs differ
         }
         return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _describe_towers(model: TwoTower) -> ServableTowers:
+    return ServableTowers(
+        item_id=model.item_id,
+        user=model.user_features,
+        item=model.item_features,
+        out=model.out,
+        scale=1 / model.temperature,
+    )
 
 
 class _Done:

@@ -153,6 +153,22 @@ class ServableTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServableTowers:
+    """The two towers of a retrieval model, each exported as a graph of its own; see `serve/retrieval.py`."""
+
+    item_id: str
+    """The feature whose IDs are the items."""
+    user: tuple[str, ...]
+    """Features of the user tower."""
+    item: tuple[str, ...]
+    """Features of the item tower."""
+    out: int
+    """Floats of a vector."""
+    scale: float
+    """A score is the dot product of two vectors times this."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServableDense:
     """The dense half."""
 
@@ -172,6 +188,8 @@ class ServableDense:
     """package.module:function that returns a `PythonModule`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the factory."""
+    towers: ServableTowers | None = None
+    """The towers of a retrieval model, whose items can be searched; None of other models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -224,6 +224,32 @@ class AccessLog:
         )
 
 
+class IndexMetrics:
+    """Metrics of the searched items of retrieval models."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._items = metrics.gauge("serve_index_items", "Items that can be found", ("model",))
+        self._updates = metrics.counter("serve_index_updates", "Items embedded again", ("model",))
+        self._recall = metrics.gauge(
+            "serve_index_recall",
+            "Fraction of the best items of a sampled request that a brute-force search finds, too",
+            ("model",),
+        )
+        self._failures = metrics.counter(
+            "serve_index_failures", "Updates of an index that failed", ("model",)
+        )
+
+    def updated(self, model: str, embedded: int, items: int) -> None:
+        self._updates.inc(embedded, model=model)
+        self._items.set(items, model=model)
+
+    def compared(self, model: str, recall: float) -> None:
+        self._recall.set(recall, model=model)
+
+    def failed(self, model: str) -> None:
+        self._failures.inc(model=model)
+
+
 class FollowMetrics:
     """Metrics of one model that follows a trainer."""
 

@@ -32,6 +32,7 @@ from monolith.checkpoint.saved_tables import WHOLE, IdShard, check_shard
 from monolith.errors import MonolithError, RestoreError, TableArgumentError
 from monolith.serve.metrics import FollowMetrics
 from monolith.serve.predictor import Predictor
+from monolith.serve.retrieval import ChangedRows
 from monolith.sync.messages import BUCKETS, PublishState
 from monolith.table import FrozenTables, OverlaidTables, RowOverlay, Rows, digest_rows, in_share
 from monolith.table.overlaid_tables import hash_spans
@@ -306,6 +307,7 @@ class FollowTarget:
 
     def apply(self, rows: Mapping[str, Rows], removed: Mapping[str, Tensor]) -> None:
         self._metrics.applied(self.rows.apply(rows, removed))
+        self._tell(ChangedRows({name: some.ids for name, some in rows.items()}, removed))
 
     def begin_snapshot(self, shard: IdShard, buckets: Tensor | None) -> None:
         self._metrics.snapshot_began(None if buckets is None else len(buckets))
@@ -313,9 +315,20 @@ class FollowTarget:
 
     def snapshot_rows(self, table: str, rows: Rows) -> None:
         self._metrics.snapshot_rows(len(rows), self.rows.snapshot_rows(table, rows))
+        self._tell(ChangedRows({table: rows.ids}, {}))
 
     def end_snapshot(self) -> None:
-        self._metrics.snapshot_rows(0, self.rows.end_snapshot())
+        buried = self.rows.end_snapshot()
+        self._metrics.snapshot_rows(0, buried)
+        if buried:
+            self._tell(None)  # whichever rows were missing
+
+    def _tell(self, changed: ChangedRows | None) -> None:
+        """Tell the predictors, after the rows were changed, which."""
+        with self._lock:
+            predictors = list(self._predictors)
+        for predictor in predictors:
+            predictor.rows_changed(changed)
 
     def abort_snapshot(self) -> None:
         self.rows.abort_snapshot()

@@ -35,6 +35,7 @@ from monolith.serve.dense import CompiledDense, DenseGraph
 from monolith.serve.manifest import WARM_UP, Servable, ServableDense, Signature, read_requests
 from monolith.serve.python_module import ModuleRunner, make_module
 from monolith.serve.request_reader import RawTensors, RequestReader
+from monolith.serve.retrieval import ChangedRows, RowsListener, TowerRunner
 from monolith.serve.rows import FoundRows, MappedRows, RowsClaim, RowSource, Said, together
 from monolith.serve.versions import LockedVersion, lock_version
 from monolith.store import TableIds
@@ -44,6 +45,8 @@ from monolith.tensors.files import FileRecord, read_tensors
 GRAPH = "dense/graph.pt2"
 COMPILED = "dense/compiled.pt2"
 WEIGHTS = "dense/weights.safetensors"
+TOWER_GRAPHS: Mapping[str, str] = {"user": "dense/user_vector.pt2", "item": "dense/item_vector.pt2"}
+"""Side of a retrieval model -> the graph of its tower."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +173,8 @@ class Predictor:
             self._input_names = tuple(kinds)
             self._signature = signature
             self._ranking: CandidateRunner | None = None
+            self._towers: dict[str, TowerRunner] = {}
+            self._listeners: tuple[RowsListener, ...] = ()
             self._runner, self._weight_names = self._open_dense(locked, dense, rows, options)
             self._opened = opened.pop_all()
 
@@ -340,6 +345,24 @@ class Predictor:
             RestoreError: Their names or shapes do not fit.
         """
         self._runner.swap(weights)
+        # Towers are swapped by the index of items, together with the vectors that it makes of them.
+        self.rows_changed(ChangedRows(weights=weights))
+
+    # Retrieval
+
+    @property
+    def towers(self) -> Mapping[str, TowerRunner]:
+        """The towers of a retrieval model, `user` and `item`; empty of other models."""
+        return self._towers
+
+    def on_rows(self, listener: RowsListener) -> None:
+        """Call `listener` after rows or weights changed, until this predictor is closed."""
+        self._listeners = (*self._listeners, listener)
+
+    def rows_changed(self, changed: ChangedRows | None) -> None:
+        """Tell listeners that rows were changed by a delta; None if any row may have changed."""
+        for listener in self._listeners:
+            listener(changed)
 
     def warm_up(self) -> int:
         """Answer the warm-up requests of the servable; return how many there were."""
@@ -421,6 +444,11 @@ class Predictor:
         gatherers = [
             Gatherer(collection.plan(rows.tables), workers) for collection in locked.servable.collections
         ]
+        if dense.towers is not None:
+            for side, file in TOWER_GRAPHS.items():
+                where = filesystem.join(folder, file)
+                tower = DenseGraph(filesystem.read_bytes(where), ordered, where)
+                self._towers[side] = TowerRunner(locked.servable, side, tower, gatherers, rows)
         if isinstance(graph, DenseGraph):
             self._ranking = CandidateRunner(locked.servable, graph, rows, workers)
         return GraphRunner(graph, gatherers, rows, tuple(dense.floats), dense.outputs), tuple(ordered)

@@ -34,12 +34,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from monolith import concurrency
 from monolith.store import TableIds
 from monolith.sync.messages import LearnedUpTo
 from monolith.table import FrozenTable, FrozenTables, OverlaidTables
+from monolith.table.overlaid_tables import hash_spans
 
 Said = dict[str, bool | int | float | str]
 """The claim of an answer, as parameters of the Open Inference Protocol."""
@@ -319,6 +321,9 @@ class RowSource(Protocol):
             UnavailableError: A shard does not answer, and zeros are not allowed for its rows.
         """
 
+    def ids(self, table: str) -> Tensor | None:
+        """Return the IDs that have a row in a table, int64 in no order; None if the rows are elsewhere."""
+
     def close(self) -> None:
         """Release files and connections. Closing again does nothing."""
 
@@ -357,6 +362,9 @@ class MappedRows:
         before = self._claims.now
         rows = self._all.lookup(ids.ids, ids.sizes)
         return FoundRows(rows, claim=spanning(before, self._claims.now))
+
+    def ids(self, table: str) -> Tensor:
+        return torch.cat([self._all.present_ids(table, one.start, one.stop - 1) for one in hash_spans()])
 
     def close(self) -> None:
         self._all.close()

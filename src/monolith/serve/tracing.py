@@ -70,6 +70,7 @@ def trace_dense(
     floats: Mapping[str, int] | None = None,
     heads: Sequence[str] = (),
     group: str | None = None,
+    vectors: bool = False,
 ) -> TracedDense:
     """Trace a model in eval mode, on the CPU, and check that the graph predicts the same as the model.
 
@@ -77,11 +78,12 @@ def trace_dense(
         floats: Float features of a batch -> their width.
         heads: The labels that the model was trained on: a batch has them, as NaN.
         group: The feature that batches are grouped by.
+        vectors: Whether outputs are vectors, of shape (examples, out), in place of predictions.
 
     Raises:
         ExportError: The model cannot be exported; gives the reason and a remedy.
     """
-    half = DenseHalf(module, outputs, dict(floats or {}), heads, group)
+    half = DenseHalf(module, outputs, dict(floats or {}), heads, group, vectors=vectors)
     weights = {name: tensor.detach() for name, tensor in _tensors(module).items()}
     rows, numbers = half.examples(_TRACED)
     size = torch.export.Dim("examples", min=1)
@@ -126,7 +128,7 @@ class DenseHalf(nn.Module):
     """A model with tensors in place of its rows.
 
     Args:
-        floats, heads, group: See `trace_dense`.
+        floats, heads, group, vectors: See `trace_dense`.
     """
 
     def __init__(
@@ -136,8 +138,11 @@ class DenseHalf(nn.Module):
         floats: Mapping[str, int],
         heads: Sequence[str],
         group: str | None,
+        *,
+        vectors: bool = False,
     ) -> None:
         super().__init__()
+        self._ndim = 2 if vectors else 1
         self.module = module
         self._outputs = outputs
         self._floats = floats
@@ -178,7 +183,7 @@ class DenseHalf(nn.Module):
         self.heads = tuple(predictions)
         found = []
         for head, values in predictions.items():
-            if values.shape != (size,):
+            if values.ndim != self._ndim or values.shape[0] != size:
                 raise ExportError(
                     f"the model predicts {head!r} with shape {tuple(values.shape)}: a served head has one "
                     "number per example"

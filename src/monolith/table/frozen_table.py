@@ -359,6 +359,11 @@ class FrozenTables:
             raise TableClosedError("these tables were closed")
         return fused_lookup(self._group, ids, sizes, self._dims)
 
+    def present_ids(self, name: str, first: int, last: int) -> Tensor:
+        """Return the ids of a table that hash to `first` to `last`, both included; int64 in no order."""
+        with frozen_errors():
+            return torch.from_numpy(self._members[name].core.scan(first, last)[0])
+
     def prefault(self, progress: Progress | None = None, *, threads: int | None = None) -> None:
         """As `FrozenTable.prefault`, for all tables."""
         for table in self._members.values():

@@ -220,6 +220,10 @@ class OverlaidTables:
             torch.from_numpy(np.concatenate([one[1] for one in parts])),
         )
 
+    def present_ids(self, name: str, first: int, last: int) -> Tensor:
+        """Return the ids of `present`."""
+        return self.present(name, first, last)[0]
+
     def bury_others(self, name: str, kept: Tensor, share: tuple[int, int], spans: Iterable[range]) -> int:
         """Mark ids as removed: those of a share, in ranges of hashes, except the kept ones; return how many.
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 SERVICE = "inference.GRPCInferenceService"
 DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -36,6 +37,8 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "FP64": np.dtype("<f8"),
 }
 """Little-endian layout of the values of a raw tensor, for all datatypes but BYTES."""
+BF16 = "BF16"
+"""A datatype that numpy lacks. Its values are float32 in memory, and their upper two bytes on the wire."""
 LENGTH_BYTES = 4
 """Bytes before each text of a raw BYTES tensor, its length."""
 CONTENTS: Mapping[str, str] = {
@@ -72,6 +75,24 @@ SPLIT_KEY_HEADER = "x-monolith-split-key"
 """The same as a header of HTTP."""
 RETRY_HEADER = "grpc-retry-pushback-ms"
 """The trailing metadata by which a gRPC server says when to retry; a negative number says never."""
+
+
+def values_dtype(datatype: str) -> np.dtype[Any] | None:
+    """Return the numpy type of a tensor's values in memory; None if there is no such datatype."""
+    return DTYPES["FP32"] if datatype == BF16 else DTYPES.get(datatype)
+
+
+def read_bfloat16(raw: bytes | memoryview) -> NDArray[np.float32]:
+    """Return the values of a raw BF16 tensor."""
+    return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def write_bfloat16(values: NDArray[np.float32]) -> bytes:
+    """Return float32 values as a raw BF16 tensor, each rounded to the nearest one, ties to even."""
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    # A NaN would be carried over into a number.
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype("<u2").tobytes()
 
 
 @cache

@@ -54,6 +54,7 @@ class LinearModel:
     batches: list[int] = field(default_factory=list)
     busy: int = 0
     signature: LinearSignature = field(default_factory=LinearSignature)
+    towers: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def about(self) -> Mapping[str, Any]:

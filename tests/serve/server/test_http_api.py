@@ -1,6 +1,7 @@
 """The protocol over HTTP: every path, every error, JSON and binary tensors; and callers that mean no good."""
 
 import gzip
+import http.client
 import json
 import socket
 import threading
@@ -241,6 +242,37 @@ def test_batches_are_counted_by_the_name_that_is_served():
         text = get(server, "/metrics")[1].decode()
     assert 'monolith_serve_batch_rows_count{model="f"} 1.0' in text
     assert "exported" not in text
+
+
+@pytest.mark.parametrize(
+    ("accepted", "encoding"),
+    [
+        ("gzip, deflate, br", "gzip"),
+        ("DEFLATE", "deflate"),
+        ("gzip;q=0, deflate;q=0.5", "deflate"),
+        ("gzip;q=0.000", None),
+        ("br", None),
+        ("", None),
+    ],
+)
+def test_a_long_answer_is_packed_as_its_client_takes_it(served, accepted, encoding):
+    body = rows_json(*["a"] * 500)
+    plain = ask_http(served.http_port, "POST", "/v2/models/linear/infer", body)[1]["outputs"]
+    connection = http.client.HTTPConnection("127.0.0.1", served.http_port, timeout=PATIENCE)
+    connection.request("POST", "/v2/models/linear/infer", json.dumps(body), {"accept-encoding": accepted})
+    answer = connection.getresponse()
+    read = answer.read()
+    connection.close()
+    assert answer.headers.get("content-encoding") == encoding
+    if encoding is not None:
+        assert len(read) < len(json.dumps(plain))
+        read = zlib.decompress(read, 47)
+    assert json.loads(read)["outputs"] == plain
+
+
+def test_a_short_answer_is_not_packed(served):
+    _, _, headers = ask_http(served.http_port, "GET", "/v2", headers={"accept-encoding": "gzip"})
+    assert "content-encoding" not in headers
 
 
 def test_the_index_lists_splits():

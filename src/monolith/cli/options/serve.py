@@ -28,6 +28,7 @@ SERVE_FIELDS = {
     "allow_control": "serve.allow_control",
     "log_served": "serve.log.to",
     "log_fraction": "serve.log.fraction",
+    "items": "serve.items",
     "split": "serve.splits",
     "canary": "serve.canary.routes",
     "shadow": "serve.shadows",
@@ -117,6 +118,9 @@ class ServeOptions:
     serve_withheld: tuple[str, ...] = ()
     """Versions to serve although they are withheld: while publishing is paused, a run marks the versions
     whose rows it does not trust, and servers do not take them. Give their names, such as 600."""
+    items: tuple[str, ...] = ()
+    """File of the items of a retrieval model, for top-k requests: NAME=FILE, or FILE with one model; CSV,
+    Parquet or JSON lines with the columns of its item tower, and attributes to filter by (serve.items)."""
     split: tuple[str, ...] = ()
     """Divide the requests for a name: NAME=MODEL[/VERSION][:WEIGHT],... as in ads=ads/120:90,ads/140:10
     (serve.splits)."""

@@ -23,9 +23,11 @@ from monolith.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from monolith.serve.item_index import TopK
 from monolith.serve.server.batching import JSON_COST, Quotas
 from monolith.serve.server.inference import (
     EXTENSIONS,
+    FILTER,
     GRPC_STATUS,
     INTERNAL,
     NO_CONTROL,
@@ -33,6 +35,7 @@ from monolith.serve.server.inference import (
     PLATFORM,
     SERVER_NAME,
     TIMEOUT,
+    TOP_K,
     UNLOAD_PARAMETERS,
     VERSION,
     Inference,
@@ -42,6 +45,7 @@ from monolith.serve.server.inference import (
     Parameter,
     check_parameters,
     code_of,
+    read_filter,
     read_priority,
     read_split_key,
     read_timeout,
@@ -50,6 +54,7 @@ from monolith.serve.server.inference import (
 from monolith.serve.server.processes import ServerProcesses
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
+    BF16,
     CONTENTS,
     PRIORITY,
     RETRY_HEADER,
@@ -394,7 +399,12 @@ class GrpcPort:
 
     def _model_infer(self, request: Any, context: Any) -> Any:
         try:
-            check_parameters("a request", request.parameters, (TIMEOUT, PRIORITY, SPLIT_KEY))
+            topk = None
+            if TOP_K in request.parameters:
+                k: Any = _parameter(request.parameters, TOP_K, 0)
+                topk = TopK(k, read_filter(_parameter(request.parameters, FILTER, "{}")))
+            known = (TIMEOUT, PRIORITY, SPLIT_KEY, TOP_K, *(() if topk is None else (FILTER,)))
+            check_parameters("a request", request.parameters, known)
             asked = InferRequest(
                 model=request.model_name,
                 version=request.model_version,
@@ -405,6 +415,7 @@ class GrpcPort:
                 priority=read_priority(_parameter(request.parameters, PRIORITY, 0)),
                 split_key=read_split_key(_parameter(request.parameters, SPLIT_KEY, "")),
                 transport="grpc",
+                topk=topk,
             )
         except RequestError as error:
             self._inference.refuse("grpc", error, request.model_name, request.id)
@@ -496,8 +507,8 @@ def _typed_tensor(one: Any) -> WireTensor:
     contents = one.contents
     field = CONTENTS.get(one.datatype)
     if field is None:
-        if one.datatype == "FP16":
-            raise RequestError(f"input {one.name!r}: FP16 is sent raw, in raw_input_contents")
+        if one.datatype in ("FP16", BF16):
+            raise RequestError(f"input {one.name!r}: {one.datatype} is sent raw, in raw_input_contents")
         return raw_tensor(one.name, one.datatype, one.shape, b"")  # says that there is no such datatype
     wrong = [other for other in _FIELDS if other != field and len(getattr(contents, other))]
     if wrong:

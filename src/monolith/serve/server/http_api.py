@@ -35,7 +35,7 @@ from monolith.errors import (
 )
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.batching import Quotas, Reservation
-from monolith.serve.server.http_bodies import JsonReader, read_infer, unpacked, write_infer
+from monolith.serve.server.http_bodies import JsonReader, packed, read_infer, unpacked, write_infer
 from monolith.serve.server.http_loop import HttpLoop, KnownHosts, Message, Receive, Send
 from monolith.serve.server.inference import (
     EXTENSIONS,
@@ -296,7 +296,7 @@ class HttpApi:
                 return _error(
                     405, f"{request.path[:200]} takes {', '.join(allowed)}", {"allow": ", ".join(allowed)}
                 )
-            noted = parts[-1] == "infer"
+            noted = parts[-1] in ("infer", "topk")
             reply = allowed[method]()
         except UnicodeDecodeError:
             return _error(400, "the path is no UTF-8")
@@ -304,6 +304,9 @@ class HttpApi:
             if not noted or not isinstance(error, MonolithError):
                 self._inference.refuse("http", error)
             return self.error_reply(error)
+        reply.body, encoding = packed(reply.body, request.headers.get("accept-encoding", ""))
+        if encoding:
+            reply.headers = {**reply.headers, "content-encoding": encoding, "vary": "accept-encoding"}
         if request.method == "HEAD":
             reply.body = b""
         return reply
@@ -349,6 +352,8 @@ class HttpApi:
                 return {"GET": lambda: _readiness(self._inference.has_ready(name, version), name)}
             case ["infer"]:
                 return {"POST": lambda: self._infer(name, version, request)}
+            case ["topk"]:
+                return {"POST": lambda: self._infer(name, version, request, topk=True)}
             case ["stats"]:
                 return {"GET": lambda: self._statistics(name, version)}
         return None
@@ -423,13 +428,14 @@ class HttpApi:
             self._peers.tell(verb, name, {VERSION: parameters[VERSION]} if VERSION in parameters else None)
         return _json({})
 
-    def _infer(self, name: str, version: str, request: HttpRequest) -> HttpReply:
+    def _infer(self, name: str, version: str, request: HttpRequest, *, topk: bool = False) -> HttpReply:
         try:
             asked, binary = read_infer(
                 (name, version),
                 self._unpacked(request),
                 request.headers,
                 lambda text: self._json.read(text, request.reservation),
+                topk=topk,
             )
         except MonolithError as error:
             self._inference.refuse("http", error, name)

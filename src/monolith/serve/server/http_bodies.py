@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,12 +16,16 @@ from typing import Any
 from monolith import concurrency
 from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.config import ServeLimits
+from monolith.serve.item_index import TopK
 from monolith.serve.server.batching import JSON_COST, Reservation
 from monolith.serve.server.inference import (
+    FILTER,
     TIMEOUT,
+    TOP_K,
     InferReply,
     InferRequest,
     check_parameters,
+    read_filter,
     read_priority,
     read_split_key,
     read_timeout,
@@ -41,6 +46,11 @@ _DEEPEST = 10
 _WINDOWS = {"gzip": 31, "deflate": 15}
 _UNPACKED_AT_ONCE = 1 << 20
 _LARGE_JSON = 1 << 20
+_LEAST_PACKED = 1 << 10
+"""Bytes of an answer; a shorter one fits in a packet or two."""
+_PACK_LEVEL = 1
+"""Of zlib: the quickest."""
+_REFUSED = re.compile(r"q=0(\.0*)?")
 
 
 def unpacked(body: bytes, encoding: str, most: int, reservation: Reservation) -> bytes:
@@ -77,6 +87,24 @@ def unpacked(body: bytes, encoding: str, most: int, reservation: Reservation) ->
         if not part and not left and not unpack.eof:
             raise RequestError(f"the body is not {encoding}: it ends too early")
     return bytes(whole)
+
+
+def packed(body: bytes, accepted: str) -> tuple[bytes, str]:
+    """Return the body of an answer, packed if the client takes that and it may pay; and the encoding.
+
+    Args:
+        accepted: The header Accept-Encoding, such as "gzip, deflate;q=0.5".
+    """
+    if not accepted or len(body) < _LEAST_PACKED:
+        return body, ""
+    offered = {
+        name.strip().lower(): rest for name, _, rest in (one.partition(";") for one in accepted.split(","))
+    }
+    for encoding, window in _WINDOWS.items():
+        if encoding in offered and _REFUSED.fullmatch(offered[encoding].strip()) is None:
+            pack = zlib.compressobj(_PACK_LEVEL, wbits=window)
+            return pack.compress(body) + pack.flush(), encoding
+    return body, ""
 
 
 class JsonReader:
@@ -130,12 +158,18 @@ def _no_constant(name: str) -> Any:
 
 
 def read_infer(
-    target: tuple[str, str], body: bytes, headers: Mapping[str, str], read_json: Callable[[memoryview], Any]
+    target: tuple[str, str],
+    body: bytes,
+    headers: Mapping[str, str],
+    read_json: Callable[[memoryview], Any],
+    *,
+    topk: bool = False,
 ) -> tuple[InferRequest, BinaryOutputs]:
     """Return the request that a body is, and which outputs are to be sent in binary.
 
     Args:
         target: The model, and its version.
+        topk: Whether it asks for the best items.
 
     Raises:
         RequestError: It is none; says where.
@@ -153,7 +187,8 @@ def read_infer(
     if not isinstance(message, dict):
         raise RequestError("the body must be a JSON object with `inputs`")
     parameters = _object(message, "parameters")
-    check_parameters("a request", parameters, (TIMEOUT, PRIORITY, SPLIT_KEY, BINARY_OUTPUT))
+    known = (TIMEOUT, PRIORITY, SPLIT_KEY, BINARY_OUTPUT, *((TOP_K, FILTER) if topk else ()))
+    check_parameters("a request", parameters, known)
     wanted = _outputs(message)
     model, version = target
     request = InferRequest(
@@ -166,6 +201,7 @@ def read_infer(
         priority=read_priority(parameters.get(PRIORITY, 0)),
         split_key=read_split_key(parameters.get(SPLIT_KEY, headers.get(SPLIT_KEY_HEADER, ""))),
         transport="http",
+        topk=TopK(parameters.get(TOP_K, 10), read_filter(parameters.get(FILTER, {}))) if topk else None,
     )
     return request, BinaryOutputs(
         _flag(parameters, BINARY_OUTPUT), {name: given[BINARY] for name, given in wanted if BINARY in given}

@@ -15,10 +15,13 @@ tensors into columns, waits for the batcher, and mirrors the request to shadows 
 
 from __future__ import annotations
 
+import json
 import logging
 import random
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,7 @@ from monolith.errors import (
     UnknownModelError,
 )
 from monolith.serve.config import Route, RouteTarget, ServeConfig, ServedFolder
+from monolith.serve.item_index import ItemIndex, TopK
 from monolith.serve.manifest import Signature
 from monolith.serve.metrics import AccessLog, ServeMetrics, VersionStatistics
 from monolith.serve.predictor import Prediction, Predictor
@@ -47,9 +51,10 @@ from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
 from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, WireTensor, columns_of, output_tensor
 from monolith.serve.server.traffic import TrafficRoutes
-from monolith.wire.open_inference import BINARY_EXTENSION, PRIORITY, SPLIT_KEY
+from monolith.wire.open_inference import BINARY_EXTENSION, PRIORITY, SPLIT_KEY, SPLITS
 
 Parameter = bool | int | float | str
+NOT_SEARCHED = "it has no towers; export a TwoTower model"
 
 
 @dataclass(slots=True)
@@ -86,6 +91,8 @@ class InferRequest:
     split_key: str = ""
     """Requests with the same key go to the same target of a split; empty draws one."""
     transport: str = "local"
+    topk: TopK | None = None
+    """Set if the best items are asked for, and not predictions."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,6 +111,12 @@ PLATFORM = "pytorch_monolith"
 EXTENSIONS = (BINARY_EXTENSION, "model_repository", "statistics")
 TIMEOUT = "timeout"
 """A parameter of a request, as Triton has it: microseconds."""
+TOP_K, FILTER = "k", "filter"
+"""Parameters of a top-k request."""
+EXCLUDE = "exclude"
+"""The input of a top-k request with the items that are not returned."""
+ITEM, SCORE = "item", "score"
+"""The outputs of a top-k request; with the row splits of the first."""
 _LOWEST_PRIORITY = 9
 VERSION = "version"
 UNLOAD_PARAMETERS = ("unload_dependents", VERSION)
@@ -259,6 +272,10 @@ class Inference:
         self.repository = Repository(
             folders, catalog, self._batcher, attach=attach, pinned=self.traffic.pinned(), clock=clock
         )
+        self.indexes: weakref.WeakKeyDictionary[Predictor, ItemIndex] = weakref.WeakKeyDictionary()
+        """The searched items of loaded retrieval models."""
+        self.no_index: dict[str, str] = {}
+        """Model -> why its items cannot be searched."""
         # Guards the three counters below. Held for a few instructions only, never while a model runs.
         self._lock = concurrency.Lock()
         self._idle = concurrency.Condition(self._lock)
@@ -430,6 +447,10 @@ class Inference:
             # last lease to end closes it.
             with self.repository.lease(name, version) as loaded:
                 try:
+                    if request.topk is not None:
+                        answer, users = self._search(request, request.topk, name, loaded, deadline)
+                        loaded.statistics.answered(users, self._clock() - begun)
+                        return answer, users
                     columns = self._columns(request, loaded)
                     found = loaded.batcher.run(columns, deadline, request.priority)
                     reply = _reply(request, name, loaded, found)
@@ -450,6 +471,51 @@ class Inference:
         # Shadows run after the answer is complete and on a thread of their own, so that they cannot slow it.
         for shadow in self.traffic.shadows(request.model):
             self._ask_shadow(shadow, request, found)
+        return reply, columns.rows
+
+    def _search(
+        self, request: InferRequest, asked: TopK, name: str, loaded: LoadedVersion, deadline: float
+    ) -> tuple[InferReply, int]:
+        """Answer a top-k request: the best items of each user, and their scores."""
+        assert not isinstance(request.tensors, PackedInputs)
+        index = self.indexes.get(loaded.model) if loaded.model.towers else None
+        if index is None:
+            raise RequestError(
+                f"model {name!r} cannot be searched for items: {self.no_index.get(name, NOT_SEARCHED)}"
+            )
+        given = [one for one in request.tensors if one.name not in (EXCLUDE, EXCLUDE + SPLITS)]
+        columns = columns_of(given, loaded.model.signature)
+        if columns.rows > self._limits.rows:
+            raise RequestTooLargeError(
+                f"the request has {columns.rows} users; the limit is {self._limits.rows}"
+            )
+        seen = excluded_items(request.tensors, columns.rows)
+        whole = columns.asked if not columns.shared else columns.asked.full()  # type: ignore[union-attr]
+        found = index.search(whole, asked, exclude=seen, deadline=deadline)
+        if found.missing:
+            self.metrics.missing(found.missing)
+        names = [one for row in found.items for one in row]
+        is_text = any(isinstance(one, str) for one in names)
+        values: Any = [str(one).encode() for one in names] if is_text else np.array(names, np.int64)
+        ends = np.cumsum([0, *map(len, found.items)], dtype=np.int64)
+        scores = np.concatenate([np.zeros(0, np.float32), *found.scores])
+        outputs = {
+            ITEM: WireTensor(ITEM, "BYTES" if is_text else "INT64", (len(names),), values),
+            ITEM + SPLITS: WireTensor(ITEM + SPLITS, "INT64", (len(ends),), ends),
+            SCORE: WireTensor(SCORE, "FP32", (len(names),), scores),
+        }
+        wanted = request.outputs or list(outputs)
+        if unknown := [one for one in wanted if one not in outputs]:
+            raise RequestError(
+                f"a top-k answer has no output {unknown[0][:200]!r}; it has {', '.join(outputs)}"
+            )
+        reply = InferReply(
+            model=name,
+            version=loaded.model.version,
+            id=request.id,
+            outputs=[outputs[one] for one in wanted],
+            parameters=dict(found.freshness),
+        )
         return reply, columns.rows
 
     def guide_canaries(self) -> dict[str, str]:
@@ -556,6 +622,52 @@ class Inference:
         finally:
             with self._lock:
                 self._shadows_waiting -= 1
+
+
+def excluded_items(tensors: Sequence[WireTensor], users: int) -> list[list[Any]]:
+    """Return the items that each user must not get, from the input `exclude` of a top-k request.
+
+    It has all items of one user, a row of items for each user, or all items with row splits.
+
+    Raises:
+        RequestError: It is none of these.
+    """
+    given = next((one for one in tensors if one.name == EXCLUDE), None)
+    splits = next((one for one in tensors if one.name == EXCLUDE + SPLITS), None)
+    if given is None:
+        return []
+    values = given.values
+    items: list[Any] = (
+        [one.decode("utf-8", "replace") for one in values] if isinstance(values, list) else values.tolist()
+    )
+    if splits is not None and not isinstance(splits.values, list):
+        ends = splits.values.tolist()
+    elif len(given.shape) == 2:
+        ends = list(range(0, len(items) + 1, max(given.shape[1], 1)))
+    else:
+        ends = [0, len(items)]
+    rises = all(isinstance(one, int) for one in ends) and ends == sorted(ends)
+    if not rises or len(ends) != users + 1 or ends[0] != 0 or ends[-1] != len(items):
+        raise RequestError(
+            f"input {EXCLUDE!r} must have the items of each of {users} users: those of one user, a row for "
+            f"each user, or all items with {EXCLUDE + SPLITS!r}"
+        )
+    return [items[begin:end] for begin, end in pairwise(ends)]
+
+
+def read_filter(value: object) -> dict[str, Any]:
+    """Return the parameter `filter`: an object, or its JSON text.
+
+    Raises:
+        RequestError: It is neither.
+    """
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as cause:
+        raise RequestError(f"the parameter `{FILTER}` is not JSON: {cause}") from cause
+    if not isinstance(found, dict):
+        raise RequestError(f"the parameter `{FILTER}` must be an object: attribute -> value, or values")
+    return found
 
 
 def _packed_columns(given: PackedInputs, loaded: LoadedVersion) -> RequestColumns:

@@ -27,7 +27,8 @@ from monolith.errors import ConfigError
 from monolith.observe.metrics import Metrics
 from monolith.serve.config import ServeConfig, ServedFolder, VersionPolicy
 from monolith.serve.follower import ModelFollower
-from monolith.serve.metrics import ServeMetrics
+from monolith.serve.item_index import ItemIndex
+from monolith.serve.metrics import IndexMetrics, ServeMetrics
 from monolith.serve.predictor import Predictor
 from monolith.serve.server.batching import Quotas
 from monolith.serve.server.catalog import ServableCatalog
@@ -86,6 +87,8 @@ class InferenceServer:
         self._metrics = metrics or Metrics()
         self._follow = follow
         self._followers: dict[str, ModelFollower] = {}
+        self._items = _items_of(config, folders)
+        self._index_metrics = IndexMetrics(self._metrics)
         if follow is not None:
             for one in folders:
                 check_policy(one.policy, routed=_by_version(config, one.name))
@@ -94,7 +97,7 @@ class InferenceServer:
             folders,
             catalog,
             ServeMetrics(self._metrics),
-            attach=None if follow is None else self._attach,
+            attach=self._attach,
         )
         self._stop = concurrency.Event()
         self._poller: concurrency.Thread | None = None
@@ -153,13 +156,36 @@ class InferenceServer:
         return dict(self._followers)
 
     def _attach(self, name: str, predictor: Predictor) -> None:
-        """Let a loaded version follow the trainer. The first version of a model starts its follower."""
+        """Let a loaded version follow the trainer, and index the items of a retrieval model.
+
+        The first version of a model starts its follower.
+        """
+        if self._follow is not None:
+            self._follow_with(self._follow, name, predictor)
+        self._index(name, predictor)
+
+    def _index(self, name: str, predictor: Predictor) -> None:
+        """Index the items of a retrieval model. Without a file that it needs, it answers all but top-k."""
+        if not predictor.towers:
+            if name in self._items:
+                raise ConfigError(f"serve --items: model {name!r} has no towers; export a TwoTower model")
+            return
+        try:
+            self.inference.indexes[predictor] = ItemIndex(
+                predictor, name, self._items.get(name, ""), self._index_metrics
+            )
+        except ConfigError as error:
+            if name in self._items:
+                raise
+            self.inference.no_index[name] = str(error)
+            _log.info("model %r answers no top-k requests: %s", name, error)
+
+    def _follow_with(self, follow: OpenReader, name: str, predictor: Predictor) -> None:
         follower = self._followers.get(name)
         if follower is None:
-            assert self._follow is not None
             follower = self._followers[name] = ModelFollower(
                 name,
-                self._follow,
+                follow,
                 self.config.follow,
                 metrics=self._metrics,
                 go_to=lambda version: self.inference.repository.serve_only(name, version),
@@ -226,6 +252,24 @@ class InferenceServer:
             self.http_url = f"{scheme}://{address}"
             if relay is not None:
                 self.grpc_address = address
+
+
+def _items_of(config: ServeConfig, folders: Sequence[ServedFolder]) -> dict[str, str]:
+    """Return the files of items by model.
+
+    Raises:
+        ConfigError: One of them is of no model.
+    """
+    names = [one.name for one in folders]
+    found: dict[str, str] = {}
+    for text in config.items:
+        name, _, path = text.partition("=")
+        if not path and len(names) == 1:
+            name, path = names[0], text
+        if name not in names or not path:
+            raise ConfigError(f"serve --items: write NAME=FILE with one of {', '.join(names)}, got {text!r}")
+        found[name] = path
+    return found
 
 
 def _left(end: float) -> float:

@@ -17,9 +17,17 @@ from numpy.typing import NDArray
 from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.candidates import CandidateColumns
 from monolith.serve.manifest import Signature, TensorSpec
-from monolith.wire.open_inference import DTYPES, LENGTH_BYTES, SPLITS
+from monolith.wire.open_inference import (
+    BF16,
+    DTYPES,
+    LENGTH_BYTES,
+    SPLITS,
+    read_bfloat16,
+    values_dtype,
+    write_bfloat16,
+)
 
-DATATYPES = ("BYTES", *DTYPES)
+DATATYPES = ("BYTES", BF16, *DTYPES)
 TIME = "time"
 """The meaning of an input of times, which may be texts."""
 _MOST_DIMENSIONS = 8
@@ -51,15 +59,16 @@ def raw_tensor(name: str, datatype: str, shape: Sequence[int], data: bytes | mem
     count = _count(name, dims)
     if datatype == "BYTES":
         return WireTensor(name, datatype, dims, _read_texts(name, count, data))
-    dtype = DTYPES.get(datatype)
+    dtype = values_dtype(datatype)
     if dtype is None:
         raise _no_datatype(name, datatype)
-    if len(data) != count * dtype.itemsize:
+    width = 2 if datatype == BF16 else dtype.itemsize
+    if len(data) != count * width:
         raise RequestError(
-            f"input {name!r}: {datatype} of shape {list(dims)} takes {count * dtype.itemsize} bytes, "
-            f"got {len(data)}"
+            f"input {name!r}: {datatype} of shape {list(dims)} takes {count * width} bytes, got {len(data)}"
         )
-    return WireTensor(name, datatype, dims, np.frombuffer(data, dtype))
+    values = read_bfloat16(data) if datatype == BF16 else np.frombuffer(data, dtype)
+    return WireTensor(name, datatype, dims, values)
 
 
 def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterable[Any]) -> WireTensor:
@@ -77,7 +86,8 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
     if len(given) != count:
         raise RequestError(f"input {name!r}: shape {list(dims)} takes {count} values, got {len(given)}")
     ends = None
-    if None in given and len(dims) == 2 and datatype in DTYPES and DTYPES[datatype].kind == "f":
+    dtype = values_dtype(datatype)
+    if None in given and len(dims) == 2 and dtype is not None and dtype.kind == "f":
         given = [math.nan if one is None else one for one in given]
     elif None in given and len(dims) in (1, 2):
         there = np.array([one is not None for one in given]).reshape(dims[0], -1)
@@ -86,10 +96,11 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
     if datatype == "BYTES":
         read = [_text(name, row, one) for row, one in enumerate(given) if one is not None or ends is None]
     else:
-        dtype = DTYPES.get(datatype)
         if dtype is None:
             raise _no_datatype(name, datatype)
         read = _numbers(name, datatype, dtype, given, ends is not None)
+        if datatype == BF16:
+            read = read_bfloat16(write_bfloat16(read))
     return WireTensor(name, datatype, dims, read, ends)
 
 

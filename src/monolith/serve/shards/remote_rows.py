@@ -188,6 +188,9 @@ class RemoteRows:
     def follow(self, attach: AttachOverlay) -> None:
         """Do nothing: serving servers follow the trainer by themselves."""
 
+    def ids(self, table: str) -> None:
+        """None: the rows are on serving servers."""
+
     @property
     def shards(self) -> int:
         return len(self._map.shards)
