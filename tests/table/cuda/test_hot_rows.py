@@ -29,7 +29,7 @@ from monolith.table import (
     TableConfig,
     TouchedKeySet,
 )
-from monolith.table.cuda.fused import CapturedStep
+from monolith.table.cuda.fused import CapturedStep, FusedTables
 from monolith.table.cuda.hot_rows import HotRows, StagedBatch, can_stage
 
 DIMS = (4, 5, 3)
@@ -118,6 +118,19 @@ def test_a_skewed_stream_is_trained_as_in_host_memory_and_fetches_cold_rows_only
     pair.check()
     assert sum(len(table.far) for table in pair.there) > 50
     assert 0.7 < pair.hot.counts.share < 1
+
+
+def test_the_room_on_the_device_is_used_for_rows_however_many_have_come_and_gone(device: Device) -> None:
+    pair = Pair(device, places=256)
+    random = np.random.default_rng(2)
+    rows = []
+    for number in range(200):
+        pair.train(pair.stage(torch.from_numpy(random.integers(0, 2000, 8))))
+        if number >= 150:
+            rows.append(len(pair.there[0].near))
+    assert min(rows) > 0.7 * (pair.there[0].near.most_rows or 0)
+    pair.check()
+    pair.close()
 
 
 def test_staging_waits_for_nothing_while_there_is_room(pair: Pair) -> None:
@@ -259,5 +272,11 @@ def test_only_tables_that_spill_without_a_limit_are_staged(device: Device) -> No
     assert can_stage([one])
     assert not can_stage([one, other])
     assert not can_stage([one, NativeTable(replace(free))])
-    for table in (one, other):
+    halved = spilling_table(replace(config(2), embedding_dtype="bfloat16"), device=device)
+    assert not can_stage([one, halved])
+    for tables, why in (([other], "it has a capacity_bytes"), ([halved], "not stored as float32")):
+        said = FusedTables(tables, device).why_not_captured() or ""
+        assert f"table {tables[0].config.name!r} keeps some of its rows in host memory, and " in said
+        assert why in said
+    for table in (one, other, halved):
         table.close()

@@ -9,7 +9,7 @@ from services.emulated_cuda import device_named, device_names
 from monolith.cuda import Device
 from monolith.table import Adagrad, Segment, TableConfig
 from monolith.table.cuda.layout import StepScalars, row_layout
-from monolith.table.cuda.memory import MARKS, NONE, USED, DeviceMemory, Times
+from monolith.table.cuda.memory import EXTRA_PLACES, MARKS, NONE, USED, DeviceMemory, Recency, Times
 
 CONFIG = TableConfig(name="item", segments=(Segment(dim=5, optimizer=Adagrad()),))
 
@@ -65,3 +65,18 @@ def test_flags_go_where_their_rows_go(device: Device) -> None:
     for there in (memory, memory.moved(memory.empty(1024))):
         assert there.flags is not None
         assert torch.equal(there.flags[there.find(kept).to(torch.int64)] == 4, kept < 100)
+
+
+def test_rows_that_are_tidied_keep_when_they_were_used_and_leave_no_stamp(device: Device) -> None:
+    ids = torch.arange(300, device=device.torch_device)
+    memory = filled(device, 320, ids)
+    memory.recency = Recency(320 + EXTRA_PLACES, device.torch_device)
+    stamps = memory.recency.stamps
+    stamps[memory.find(ids).to(torch.int64)] = (ids + 1).to(torch.int32)
+    memory.drop(memory.find(ids[ids % 3 == 0]).to(torch.int64))
+    before, kept = memory.find(ids).clone(), ids[ids % 3 != 0]
+    memory.tidy()
+    places = memory.find(kept).to(torch.int64)
+    assert not torch.equal(before[ids % 3 != 0].to(torch.int64), places)  # some have moved
+    assert torch.equal(stamps[places].to(torch.int64), kept + 1)
+    assert int((stamps != 0).sum()) == len(kept)

@@ -54,6 +54,7 @@ from monolith.table.digests import bucket_numbers, check_share
 from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 
+_UNTIDY = 8  # one in so many places is marked: then they are worth being freed
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 
 
@@ -241,10 +242,18 @@ class CudaTable:
         with self._open(writing=True) as memory:
             memory.spill_idle(count, into)
 
+    @property
+    def untidy(self) -> bool:
+        """Whether many places are marked for rows that have gone, as far as the host knows: they count as in
+        use, and so leave less room for rows."""
+        with self._lock:
+            return self._rows.usage.marks > self._memory.places // _UNTIDY
+
     def tidy(self) -> None:
-        """Free the places of rows that have gone and are marked."""
+        """Free the places of rows that have gone and are marked; waits for nothing."""
         with self._open(writing=True) as memory:
             memory.tidy()
+            self._rows.usage.marks = 0  # few, until the counters are read again
 
     def expire_oldest(self, count: int, latest: int) -> int:
         """Drop rows with the oldest event times, none newer than `latest`; return how many.

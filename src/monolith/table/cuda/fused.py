@@ -56,6 +56,7 @@ from monolith.table.cuda.memory import (
     DeviceMemory,
     Times,
 )
+from monolith.table.cuda.spilling_table import SpillingTable
 from monolith.table.table import Table
 
 _WARP = 32
@@ -515,7 +516,9 @@ class FusedTables:
         for table, fused, twice in zip(self._tables, self._fused, self._twice, strict=True):
             name = f"table {table.config.name!r}"
             if fused is None:
-                return f"{name} keeps some of its rows in host memory"
+                why = table.why_not_staged if isinstance(table, SpillingTable) else None
+                other = "other tables cannot have theirs brought to the device ahead of steps"
+                return f"{name} keeps some of its rows in host memory, and {why or other}"
             if twice:
                 return f"{name} is trained twice by each batch"
             if fused._admission is not None:

@@ -119,16 +119,17 @@ struct Incoming {
 };
 static_assert(sizeof(Incoming) == 32, "as in hot_rows.py");
 
-// Stamps the rows that a batch will use, as far as they are here, so that they stay until it was trained.
+// Stamps the rows that a batch will use, as far as they are here, so that they stay until it was trained. The
+// other ids are counted by table in `missing`, repeats too: the batch creates no more rows than that.
 extern "C" __global__ void touch_tables(const Arrays* __restrict__ tables,
                                         const __grid_constant__ Cells cells,
                                         const Incoming* __restrict__ about, const i64* __restrict__ ids,
-                                        int batch) {
+                                        int batch, u64* missing) {
   OF_WARP
-  if (!there) return;
   const Arrays& table = tables[cell.table];
-  const int place = find(table.keys, table.buckets, mix((u64)ids[at]));
+  const int place = there ? find(table.keys, table.buckets, mix((u64)ids[at])) : NONE;
   if (place != NONE) about[cell.table].stamps[place] = batch;
+  count(&missing[cell.table], there && place == NONE);
 }
 
 // Copies a part of a row for each lane with `to` >= 0; by 16 bytes at once if width and alignment allow it.

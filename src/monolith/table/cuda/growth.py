@@ -50,6 +50,7 @@ class UsageCounters:
     Attributes:
         counters: int64 on the device.
         written: How many ids batches have had so far.
+        marks: Marked places when the counters were last read.
     """
 
     def __init__(self, name: str, counters: Tensor, device: Device) -> None:
@@ -62,6 +63,7 @@ class UsageCounters:
         self._asked_at = 0  # rows written when the copy under way was made
         self._complained_at = -1
         self.written = 0
+        self.marks = 0
 
     def bound(self) -> int:
         """Return an upper bound of the places in use."""
@@ -74,6 +76,7 @@ class UsageCounters:
         """Use counters that were read when `written` had the given value."""
         if written > self._complained_at:  # bad times of earlier batches were reported already
             self._checked(counters)
+        self.marks = counters[MARKS]
         # Batches since then may have created a row for each of their ids.
         self._bound = min(self._bound, counters[USED] + self.written - written)
 

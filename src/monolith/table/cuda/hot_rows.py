@@ -16,6 +16,9 @@ place by itself. If room gets scarce, the rows that were not used for longest le
     stage t       choose them, copy them to pinned memory, drop them; all on the device, nothing is waited for
     stage t + 1   wait for the copy, put the rows into the far tables
 
+A place whose row has left may stay marked and count as in use (index.cu). With rows that come and go marks
+would take most of the room, so they are freed as part of a spill.
+
 A row is near, far, or on its way to be far, and never in two places, so no copy of a row can be out of date.
 Any other call on a table (a lookup, a snapshot, an eviction) first puts the rows far that are on their way.
 Near and far rows are trained by the same arithmetic, so results do not depend on where a row was.
@@ -40,7 +43,7 @@ from torch import Tensor
 
 from monolith import native
 from monolith.cuda.kernels import THREADS, blocks_for
-from monolith.cuda.transfers import Transfers
+from monolith.cuda.transfers import Landing, Transfers
 from monolith.table.cuda.fused import FusedTables
 from monolith.table.cuda.layout_groups import MAX_CELLS, Ints, PlannedLaunch, Spans
 from monolith.table.cuda.spilling_table import SpillingTable
@@ -74,6 +77,24 @@ class StagedBatch:
         self.coming: list[int] = sizes.tolist()
         self.fits = False
         self.fell: list[int] = []
+        self._lock = threading.Lock()
+        self._missing: Landing | None = None  # guarded by the lock
+
+    def expect(self, coming: list[int], missing: Landing) -> None:
+        """Take note of how many ids may be new: `coming` by table, or `missing` once that has arrived."""
+        with self._lock:
+            self.coming, self._missing = coming, missing
+
+    def learn(self) -> None:
+        """Take note of how many ids were not on the device, if that has arrived."""
+        with self._lock:
+            missing = self._missing
+            if missing is None or not missing.arrived:
+                return
+            found = missing.wait().tolist()
+            self.coming = [min(pair) for pair in zip(self.coming, found, strict=True)]
+            self._missing = None
+            missing.release()
 
 
 class HotCounts:
@@ -154,6 +175,7 @@ class HotRows:
 
     def ready(self, staged: StagedBatch) -> bool:
         """Return whether all rows of a batch are on the device; those that left since are brought back."""
+        staged.learn()
         # A batch that did not fit may do so now: fewer batches are staged. One that did may have lost rows,
         # or room for new ones, to calls that know nothing of staged batches.
         if not staged.fits or self._has_lost(staged):
@@ -209,12 +231,14 @@ class HotRows:
             own = slice(starts[number], starts[number] + sizes[number])
             rows[number] = tables[number].bring(staged.ids[own])
             fetched += rows[number]
-        self._bring_free(staged, found)
+        missing = self._bring_free(staged, found)
         if not staged.number:  # not counted yet
             self.counts.seen += len(staged.ids)
             self.counts.fetched += fetched
         staged.number = self._number
-        staged.coming = [count - brought for count, brought in zip(coming, rows, strict=True)]
+        # Of the ids that were not far, the device knows which are new, and tells a little later: the host's
+        # bound counts all, and would keep as many places free.
+        staged.expect([count - brought for count, brought in zip(coming, rows, strict=True)], missing)
         self._staged.add(staged)
         self._spill_ahead(coming)
         staged.fell = [table.fell for table in tables]
@@ -229,8 +253,12 @@ class HotRows:
             )
         return self._far.find(ids, np.where(free, sizes, 0))
 
-    def _bring_free(self, staged: StagedBatch, found: native.FoundRows) -> None:
-        """Move the rows that were found far to the device, and stamp all rows of the batch."""
+    def _bring_free(self, staged: StagedBatch, found: native.FoundRows) -> Landing:
+        """Move the rows that were found far to the device, and stamp all rows of the batch.
+
+        Returns:
+            By table, how many ids of the batch have no row on the device then.
+        """
         tables = self._tables
         rows = np.array(found.rows, np.int64)
         total, floats = int(rows.sum()), rows[:, None] * self._widths  # (tables, 2): of values, of states
@@ -254,6 +282,7 @@ class HotRows:
             for table, count in zip(tables, found.rows, strict=True):
                 table.came_near(count)
         knows, *columns = up.send().take()
+        missing = torch.zeros(len(tables), dtype=torch.int64, device=self.device.torch_device)
         with self.near._entered(writing=True) as work:
             stream = work.stream.handle
             index, arrays, batch = self.near._index, work.known.arrays, self._number
@@ -264,11 +293,11 @@ class HotRows:
             for table, count in zip(tables, found.rows, strict=True):
                 table.near._rows.usage.wrote(count)
             for one in _launches(staged.sizes):
-                index.launch(
-                    "touch_tables", one.blocks, arrays, one.cells, knows, staged.there, batch, stream=stream
-                )
+                given = arrays, one.cells, knows, staged.there, batch, missing
+                index.launch("touch_tables", one.blocks, *given, stream=stream)
             self.near._learn()
             self.near._ask(work)
+        return self._transfers.land(missing)
 
     # Room
 
@@ -319,7 +348,10 @@ class HotRows:
 
     def _promised(self) -> list[int]:
         """Return by table how many places batches may still take that are staged and not trained."""
-        several = [other.coming for other in self._staged]
+        several = []
+        for other in self._staged:
+            other.learn()
+            several.append(other.coming)
         return [sum(of) for of in zip(*several, strict=True)] if several else [0] * len(self._tables)
 
     def _oldest(self) -> int | None:
@@ -336,13 +368,9 @@ def _launches(sizes: Ints) -> Iterator[PlannedLaunch]:
 
 
 def can_stage(tables: Sequence[Table]) -> TypeGuard[Sequence[SpillingTable]]:
-    """Return whether `HotRows` can move the rows of tables: all spill, into host memory without a limit."""
+    """Return whether `HotRows` can move the rows of tables: all spill, and none has a reason against it."""
     return bool(tables) and all(
-        isinstance(table, SpillingTable)
-        and table.config.capacity_bytes is None
-        and isinstance(table.far, NativeTable)
-        and table.near._layout.row_bytes == 4 * table.dim
-        for table in tables
+        isinstance(table, SpillingTable) and table.why_not_staged is None for table in tables
     )
 
 

@@ -379,7 +379,7 @@ extern "C" __global__ void free_marks(u64* keys, u64 buckets, const u8* __restri
 // originals. Only rows noted by `note_away` move: a row that another thread is just copying may be
 // incomplete.
 extern "C" __global__ void pull_rows(u64* keys, u64 buckets, const u32* __restrict__ away, u32* row_times,
-                                     u32* values, u32* states, u8* flags, Widths words) {
+                                     u32* values, u32* states, u8* flags, int* stamps, Widths words) {
   const u64 place = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   const u64 here = place / KEYS;
   i64 to = -1;
@@ -394,6 +394,7 @@ extern "C" __global__ void pull_rows(u64* keys, u64 buckets, const u32* __restri
   if (to >= 0) {
     row_times[to] = row_times[place];
     if (flags != nullptr) flags[to] = flags[place];
+    if (stamps != nullptr) stamps[to] = stamps[place];
   }
   if (__ballot_sync(0xffffffffu, to >= 0) != 0)
     copy_rows(values, states, values, states, words, (i64)place, to);
@@ -401,9 +402,11 @@ extern "C" __global__ void pull_rows(u64* keys, u64 buckets, const u32* __restri
 
 // Marks the old places of copied rows: `find` returns the copy, which is nearer to the home bucket. A
 // separate launch, since until all copies are complete the originals are the only valid rows.
-extern "C" __global__ void drop_copied(u64* keys, u64 buckets) {
+extern "C" __global__ void drop_copied(u64* keys, u64 buckets, int* stamps) {
   const u64 place = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   if (place >= buckets * KEYS) return;
   const u64 hash = __ldcg(&keys[place]);
-  if (hash > MARK && (u64)find(keys, buckets, hash) != place) keys[place] = MARK;
+  if (hash <= MARK || (u64)find(keys, buckets, hash) == place) return;
+  keys[place] = MARK;
+  if (stamps != nullptr) stamps[place] = 0;  // of no batch: the next row here has not been used yet
 }

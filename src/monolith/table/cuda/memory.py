@@ -576,27 +576,25 @@ class DeviceMemory:
         return self._counted("drop_places", blocks_for(len(places)), *self._head(), places, len(places))
 
     def tidy(self) -> None:
-        """Turn marks into free places, in place; rows move nearer to their home buckets. See index.cu."""
+        """Turn marks into free places, in place; rows move nearer to their home buckets. See index.cu.
+
+        Waits for nothing.
+        """
         buckets, blocks = self.places // KEYS, blocks_for(self.places)
         away = torch.empty(8 * blocks, dtype=torch.int32, device=self._device)
-        rows = self._times, self._values, self._states, self._flags, self._widths()
+        stamps = None if self.recency is None else self.recency.stamps
+        rows = self._times, self._values, self._states, self._flags, stamps, self._widths()
 
         def free() -> None:
             passed = torch.zeros(buckets, dtype=torch.uint8, device=self._device)
             self._launch(self._index, "note_away", blocks, *self._head(), away, passed)
             self._launch(self._index, "free_marks", blocks, *self._head(), passed, self.counters)
 
-        hashes, before = None, None
-        if self.recency is not None:
-            hashes, before, _ = self.listed(self.places + EXTRA_PLACES)
         free()
         for _ in range(_PULLS):
             self._launch(self._index, "pull_rows", blocks, *self._head(), away, *rows)
-            self._launch(self._index, "drop_copied", blocks, *self._head())
+            self._launch(self._index, "drop_copied", blocks, *self._head(), stamps)
             free()
-        if self.recency is not None and hashes is not None and before is not None:
-            # Rows changed their places; the recency of each follows its hash.
-            self.recency = self.recency.moved(before, self._places_of(hashes), self.places + EXTRA_PLACES)
 
     def empty(self, places: int) -> DeviceMemory:
         """Return a memory of another size for the same rows, without any."""

@@ -148,7 +148,7 @@ class SpillingTable:
         self._moves = _Moves()
         self._departed: _Departed | None = None  # rows that left the device and are not far yet
         self.fell = 0
-        """How often rows went far other than by `start_spill`: batches staged before are staged again."""
+        """How often rows left the device other than by `start_spills`: staged batches are staged again."""
         self._touched: list[TouchedKeySet] = []
         if touched is not None:
             self.touch(touched)
@@ -206,6 +206,15 @@ class SpillingTable:
     def far(self) -> Table:
         """The rows in host memory, to look at."""
         return self._far
+
+    @property
+    def why_not_staged(self) -> str | None:
+        """Why `HotRows` cannot bring rows near ahead of steps; None if it can."""
+        if self._config.capacity_bytes is not None:
+            return "it has a capacity_bytes, and the host decides which ids get its last rows"
+        if self._near._layout.row_bytes != 4 * self.dim:
+            return "its embeddings are not stored as float32"
+        return None if isinstance(self._far, NativeTable) else "its other rows are not in host memory"
 
     def __len__(self) -> int:
         with self._open():
@@ -296,6 +305,7 @@ class SpillingTable:
 
     def remove(self, ids: Tensor) -> int:
         with self._open(writing=True):
+            self.fell += 1
             return self._near.remove(ids) + (self._far.remove(ids.cpu()) if len(self._far) else 0)
 
     def count_expired(self, now: int) -> int:
@@ -304,6 +314,7 @@ class SpillingTable:
 
     def evict(self, now: int | None = None) -> int:
         with self._open(writing=True):
+            self.fell += 1
             moment = self._newest() if now is None else now
             return self._near.evict(moment) + self._far.evict(moment)
 
@@ -340,6 +351,7 @@ class SpillingTable:
             self._near.clear(expect_rows=self._most)
             self._far.clear(expect_rows=max(0, expect_rows - self._most))
             self._bound = self._steps = 0
+            self.fell += 1
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -463,6 +475,8 @@ class SpillingTable:
         whole = torch.empty(sum(sizes), dtype=torch.uint8, device=free[0][0].cuda.torch_device)
         for (table, count, _), into in zip(free, whole.split_with_sizes(sizes), strict=True):
             table._near.spill_idle(count, into)
+            if table._near.untidy:
+                table._near.tidy()
         copied, ends = _Copied(transfers.land(whole), len(free)), np.cumsum(sizes).tolist()
         for (table, _, parts), size, end in zip(free, sizes, ends, strict=True):
             table._departed = _Departed(copied, slice(end - size, end), parts)
