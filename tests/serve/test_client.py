@@ -424,13 +424,14 @@ def test_metadata_is_fetched_once_and_options_are_sent(client_of):
     options = replace(PATIENT, priority=2)
     with scripted(script) as url, client_of(url, options=options) as client:
         for _ in range(3):
-            client.predict("f", ONE)
+            client.predict("f", ONE, split_key="ann")
     assert [path for path, _, _ in script.asked] == ["/v2", "/v2/models/f", *["/v2/models/f/infer"] * 3]
-    assert json.loads(script.asked[-1][2])["parameters"] == {"priority": 2}
+    assert json.loads(script.asked[-1][2])["parameters"] == {"priority": 2, "split_key": "ann"}
     question = InferQuestion(
-        "f", "", encode_inputs((ClientInput("x", "FP32", (-1,)),), {"x": [1]})[0], (), "", 3
+        "f", "", encode_inputs((ClientInput("x", "FP32", (-1,)),), {"x": [1]})[0], (), "", "ann", 3
     )
-    assert GrpcDialect("x").infer(question, ()).body.parameters["priority"].int64_param == 3
+    sent = GrpcDialect("x").infer(question, ()).body.parameters
+    assert (sent["priority"].int64_param, sent["split_key"].string_param) == (3, "ann")
 
 
 def test_a_split_between_versions_is_not_described_again_and_again(client_of):

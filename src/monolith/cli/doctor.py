@@ -54,6 +54,7 @@ OPTIONAL = {
     "confluent-kafka": ("kafka", "training from a live stream"),
     "kazoo": ("zookeeper", "discovery through ZooKeeper"),
     "httpx": ("serve", "clients over HTTP, and discovery through Consul"),
+    "opentelemetry-sdk": ("otel", "spans of served requests"),
     "ray": ("ray", "launching on a cluster"),
     "mpi4py": ("mpi", "launching under MPI"),
     "tensorboard": ("tensorboard", "summaries"),

@@ -46,6 +46,7 @@ from monolith.serve.client_wire import (
     WireCall,
     WireError,
     encode_inputs,
+    find_trace_headers,
 )
 
 T = TypeVar("T")
@@ -121,6 +122,7 @@ class _Conversation:
         self._options = options
         self._clock = clock
         self._random = random.Random()
+        self._trace_headers = find_trace_headers()
         self._described: dict[tuple[str, str], _Described] = {}
         self._extensions: tuple[str, ...] | None = None
 
@@ -145,6 +147,8 @@ class _Conversation:
                 tensors, ignored = encode_inputs(described.inputs, given)
                 asked = replace(question, tensors=tensors, priority=options.priority)
                 call = self._dialect.infer(asked, self._extensions or ())
+                if trace := self._trace_headers():
+                    call = replace(call, headers={**call.headers, **trace})
                 answer = yield from self._call(call, options, deadline)
                 break
             except RequestError as error:
@@ -239,9 +243,6 @@ class _Connected:
         """The options of requests that have none of their own."""
         return self._options
 
-    def _question(self, model: str, version: str, outputs: Sequence[str], request_id: str) -> InferQuestion:
-        return InferQuestion(model, version, (), outputs, request_id, 0)
-
 
 def _caller(security: SecurityConfig | None) -> Guard:
     """Return what a client presents: the token it was given, or the one for predictions."""
@@ -301,6 +302,7 @@ class Client(_Connected):
         version: str = "",
         outputs: Sequence[str] = (),
         request_id: str = "",
+        split_key: str = "",
         options: ClientOptions | None = None,
     ) -> ClientAnswer:
         """Return the predictions of a model for some rows.
@@ -312,6 +314,7 @@ class Client(_Connected):
             version: Empty lets the server choose.
             outputs: Names of the outputs to return; empty returns all.
             request_id: Sent with the request and returned with the answer.
+            split_key: Requests with the same key are answered by the same target of a split.
             options: Options of this request, in place of those of the client; `connections` is the client's.
 
         Raises:
@@ -323,7 +326,7 @@ class Client(_Connected):
             DeadlineExceededError: There is no answer within the timeout. The client can be used again.
             StaleAnswerError: The answer is older than `max_staleness`.
         """
-        question = self._question(model, version, outputs, request_id)
+        question = InferQuestion(model, version, (), outputs, request_id, split_key, 0)
         return self._run(self._talk.predict(question, inputs, options or self._options))
 
     def models(self) -> list[str]:
@@ -415,10 +418,11 @@ class AsyncClient(_Connected):
         version: str = "",
         outputs: Sequence[str] = (),
         request_id: str = "",
+        split_key: str = "",
         options: ClientOptions | None = None,
     ) -> ClientAnswer:
         """Return the predictions of a model for some rows; see `Client.predict`."""
-        question = self._question(model, version, outputs, request_id)
+        question = InferQuestion(model, version, (), outputs, request_id, split_key, 0)
         return await self._run(self._talk.predict(question, inputs, options or self._options))
 
     async def models(self) -> list[str]:

@@ -50,6 +50,7 @@ from monolith.wire.open_inference import (
     PRIORITY,
     RETRY_HEADER,
     SERVICE,
+    SPLIT_KEY,
     SPLITS,
     TIMEOUT_HEADER,
     message_types,
@@ -339,6 +340,7 @@ class InferQuestion:
     tensors: Sequence[EncodedTensor]
     outputs: Sequence[str]
     id: str
+    split_key: str
     priority: int
 
 
@@ -427,6 +429,8 @@ class HttpDialect:
         parameters: dict[str, Any] = {BINARY_OUTPUT: True} if binary else {}
         if question.priority:
             parameters[PRIORITY] = question.priority
+        if question.split_key:
+            parameters[SPLIT_KEY] = question.split_key
         if parameters:
             message["parameters"] = parameters
         if question.id:
@@ -548,6 +552,8 @@ class GrpcDialect:
         )
         if question.priority:
             message.parameters[PRIORITY].int64_param = question.priority
+        if question.split_key:
+            message.parameters[SPLIT_KEY].string_param = question.split_key
         return WireCall("ModelInfer", self._answer, "", message)
 
     def _answer(self, said: Any) -> ClientAnswer:
@@ -614,6 +620,22 @@ def _seconds(text: str) -> float:
 def _model_path(model: str, version: str) -> str:
     path = f"/v2/models/{quote(model, safe='')}"
     return f"{path}/versions/{quote(version, safe='')}" if version else path
+
+
+def find_trace_headers() -> Callable[[], dict[str, str]]:
+    """Return a function that names the current span of OpenTelemetry, if its package is installed."""
+    try:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    except ImportError:
+        return dict
+    propagator = TraceContextTextMapPropagator()
+
+    def headers() -> dict[str, str]:
+        found: dict[str, str] = {}
+        propagator.inject(found)
+        return found
+
+    return headers
 
 
 # Transports
@@ -827,7 +849,8 @@ class GrpcTransport:
 
     def send(self, call: WireCall[Any], seconds: float) -> Any:
         try:
-            return self._methods.method(call.method)(call.body, timeout=seconds)
+            send = self._methods.method(call.method)
+            return send(call.body, timeout=seconds, metadata=tuple(call.headers.items()))
         except self._error as cause:
             raise _grpc_failure(self._where, cause) from cause
 
@@ -847,7 +870,8 @@ class AsyncGrpcTransport:
         if self._methods is None:  # a channel belongs to the loop that runs when it is made
             self._methods = _GrpcMethods(grpc_async_channel(self._where, self._guard, _GRPC_OPTIONS))
         try:
-            return await self._methods.method(call.method)(call.body, timeout=seconds)
+            send = self._methods.method(call.method)
+            return await send(call.body, timeout=seconds, metadata=tuple(call.headers.items()))
         except self._error as cause:
             raise _grpc_failure(self._where, cause) from cause
 

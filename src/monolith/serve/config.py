@@ -371,6 +371,9 @@ class ServeConfig(Checked):
     quicker only for batches of thousands of rows; `batching.runners` computes several batches at a time."""
     access_log: float = 0.0
     """Fraction of answered requests that are logged, 0 to 1; of refused requests, ten per second are."""
+    trace_to: str = ""
+    """The OpenTelemetry collector that gets a span of each request whose client sends `traceparent`, sampled:
+    http://host:4318/v1/traces, for OTLP over HTTP. Empty records no spans."""
     log: ServeLogConfig = field(default_factory=ServeLogConfig)
 
     canary: CanaryConfig = field(default_factory=CanaryConfig)

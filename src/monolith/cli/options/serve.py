@@ -52,6 +52,7 @@ SERVE_FIELDS = {
     "threads": "serve.threads",
     "predict_threads": "serve.predict_threads",
     "access_log": "serve.access_log",
+    "trace_to": "serve.trace_to",
 }
 """Flag -> the field of a config that it sets."""
 
@@ -188,6 +189,9 @@ class ServeOptions:
     access_log: float | None = None
     """Fraction of answered requests that are logged, 0 to 1; of refused ones, ten per second are; by default
     0 (serve.access_log)."""
+    trace_to: str | None = None
+    """Send spans of requests that clients trace to an OpenTelemetry collector, such as
+    http://127.0.0.1:4318/v1/traces; by default none are recorded (serve.trace_to)."""
     log_served: str | None = None
     """Log served features: requests, the features that the model was given, and its answers. A local folder,
     or kafka://broker:port/topic; by default nothing is logged (serve.log.to)."""

@@ -52,6 +52,7 @@ from monolith.serve.server.inference import (
     read_version,
 )
 from monolith.serve.server.processes import ServerProcesses
+from monolith.serve.server.spans import TRACE_HEADERS
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
     BF16,
@@ -178,6 +179,7 @@ class GrpcPort:
                 outputs=_outputs(kind.InferRequestedOutputTensor.FromString(one) for one in packed.outputs),
                 timeout=context.time_remaining(),
                 transport="grpc",
+                trace=self._trace(context),
             )
             answered: bytes = self._reply(self._inference.infer(asked)).SerializeToString()
         except Exception as error:
@@ -415,12 +417,18 @@ class GrpcPort:
                 priority=read_priority(_parameter(request.parameters, PRIORITY, 0)),
                 split_key=read_split_key(_parameter(request.parameters, SPLIT_KEY, "")),
                 transport="grpc",
+                trace=self._trace(context),
                 topk=topk,
             )
         except RequestError as error:
             self._inference.refuse("grpc", error, request.model_name, request.id)
             raise
         return self._reply(self._inference.infer(asked))
+
+    def _trace(self, context: Any) -> dict[str, str] | None:
+        if not self._inference.records_spans:
+            return None
+        return {key: value for key, value in context.invocation_metadata() if key in TRACE_HEADERS}
 
     def _reply(self, reply: InferReply) -> Any:
         kind = self._types.ModelInferResponse

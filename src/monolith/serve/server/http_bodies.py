@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from monolith import concurrency
 from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.config import ServeLimits
@@ -30,6 +32,7 @@ from monolith.serve.server.inference import (
     read_split_key,
     read_timeout,
 )
+from monolith.serve.server.spans import TRACE_HEADERS
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
     BINARY,
@@ -201,6 +204,7 @@ def read_infer(
         priority=read_priority(parameters.get(PRIORITY, 0)),
         split_key=read_split_key(parameters.get(SPLIT_KEY, headers.get(SPLIT_KEY_HEADER, ""))),
         transport="http",
+        trace={name: headers[name] for name in TRACE_HEADERS if name in headers},
         topk=TopK(parameters.get(TOP_K, 10), read_filter(parameters.get(FILTER, {}))) if topk else None,
     )
     return request, BinaryOutputs(
@@ -250,9 +254,10 @@ def write_infer(reply: InferReply, binary: BinaryOutputs) -> tuple[bytes, int | 
 def _plain(tensor: WireTensor) -> list[Any]:
     if isinstance(tensor.values, list):
         return [one.decode("utf-8", "replace") for one in tensor.values]
-    return [
-        None if isinstance(one, float) and not math.isfinite(one) else one for one in tensor.values.tolist()
-    ]
+    values: list[Any] = tensor.values.tolist()
+    if bool(np.isfinite(tensor.values).all()):
+        return values
+    return [None if isinstance(one, float) and not math.isfinite(one) else one for one in values]
 
 
 def _inputs(message: Mapping[str, Any], rest: memoryview) -> Iterator[WireTensor]:
@@ -302,7 +307,7 @@ def _flat(data: Any, where: str, depth: int = 0) -> list[Any]:
         raise RequestError(f"{where}: `data` must be a list")
     if depth > _DEEPEST:
         raise RequestError(f"{where}: `data` is nested too deeply")
-    if not any(isinstance(one, list) for one in data):
+    if list not in set(map(type, data)):
         return data
     flat: list[Any] = []
     for one in data:

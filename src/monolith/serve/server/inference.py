@@ -49,6 +49,7 @@ from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelOutputs, Reque
 from monolith.serve.server.canary import Canary
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
+from monolith.serve.server.spans import RequestSpans
 from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, WireTensor, columns_of, output_tensor
 from monolith.serve.server.traffic import TrafficRoutes
 from monolith.wire.open_inference import BINARY_EXTENSION, PRIORITY, SPLIT_KEY, SPLITS
@@ -91,6 +92,8 @@ class InferRequest:
     split_key: str = ""
     """Requests with the same key go to the same target of a split; empty draws one."""
     transport: str = "local"
+    trace: Mapping[str, str] | None = None
+    """The headers by which a client names its span; None if it sends none, or spans are not recorded."""
     topk: TopK | None = None
     """Set if the best items are asked for, and not predictions."""
 
@@ -244,6 +247,7 @@ class Inference:
         catalog: Lists and loads their versions.
         metrics: Counts requests.
         attach: Called with each loaded version; see `Repository`.
+        follows: Whether models follow a trainer, so that each has one version.
     """
 
     def __init__(
@@ -254,6 +258,7 @@ class Inference:
         metrics: ServeMetrics,
         *,
         attach: Callable[[str, Predictor], None] | None = None,
+        follows: bool = False,
         clock: Callable[[], float] = concurrency.monotonic,
         generator: random.Random | None = None,
     ) -> None:
@@ -261,7 +266,7 @@ class Inference:
         self.config = config
         self.metrics = metrics
         self._clock = clock
-        self._follows = attach is not None
+        self._follows = follows
         self._changing_splits = concurrency.Lock()  # one change of routes at a time; requests never take it
         self._limits = config.limits
         self._timeout = config.limits.timeout.total_seconds()
@@ -283,6 +288,7 @@ class Inference:
         self._shadows_waiting = 0
         self._draining = False
         self._shadow_thread = ThreadPoolExecutor(1, thread_name_prefix="shadow") if config.shadows else None
+        self._spans = RequestSpans(config.trace_to) if config.trace_to else None
         self._log = ServedLog(config.log, metrics.all) if config.log.to else None
         self.canaries = {
             route.name: Canary(route, config.canary, metrics.all, clock)
@@ -304,6 +310,25 @@ class Inference:
             DeadlineExceededError: The deadline of the client or of the server passed.
             UnavailableError: The server is stopping, or the model is not loaded.
         """
+        if self._spans is None or not request.trace:
+            return self._infer(request)
+        asked = {"monolith.model": request.model, "monolith.transport": request.transport}
+        with self._spans.span(f"infer {request.model}", request.trace, asked) as span:
+            try:
+                reply = self._infer(request)
+            except Exception as error:
+                span.set_attribute("error.type", code_of(error))
+                raise
+            span.set_attribute("monolith.version", reply.version)
+            span.set_attribute("monolith.request_id", reply.id)
+            return reply
+
+    @property
+    def records_spans(self) -> bool:
+        """Whether the headers of a client's trace are needed."""
+        return self._spans is not None
+
+    def _infer(self, request: InferRequest) -> InferReply:
         begun = self._clock()
         try:
             if self._log is not None:  # the answer has the ID, so that the client can name it in a label
@@ -403,6 +428,8 @@ class Inference:
             self._shadow_thread.shutdown(cancel_futures=True)
         if self._log is not None:
             self._log.close()
+        if self._spans is not None:
+            self._spans.close()
         self.repository.close()
 
     def _batcher(self, name: str, model: Predictor, statistics: VersionStatistics) -> RequestBatcher:

@@ -87,9 +87,10 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
         raise RequestError(f"input {name!r}: shape {list(dims)} takes {count} values, got {len(given)}")
     ends = None
     dtype = values_dtype(datatype)
-    if None in given and len(dims) == 2 and dtype is not None and dtype.kind == "f":
+    has_none = type(None) in _types(given)
+    if has_none and len(dims) == 2 and dtype is not None and dtype.kind == "f":
         given = [math.nan if one is None else one for one in given]
-    elif None in given and len(dims) in (1, 2):
+    elif has_none and len(dims) in (1, 2):
         there = np.array([one is not None for one in given]).reshape(dims[0], -1)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(there.sum(1), dtype=np.int64)])
     read: Values
@@ -352,12 +353,17 @@ def _text(name: str, row: int, value: object) -> bytes:
         raise RequestError(f"input {name!r}: value {row} is half of a character") from cause
 
 
+def _types(values: Iterable[Any]) -> set[type]:
+    return set(map(type, values))
+
+
 def _numbers(
     name: str, datatype: str, dtype: np.dtype[Any], given: list[Any], may_miss: bool
 ) -> NDArray[Any]:
     allowed = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}[dtype.kind]
     values = [one for one in given if one is not None] if may_miss else given
-    for row, value in enumerate(given):
+    plain = not values or _types(values) <= {*allowed}  # a look at each value costs more than all the rest
+    for row, value in enumerate(() if plain else given):
         if value is None and may_miss:
             continue
         if not isinstance(value, allowed) or (dtype.kind != "b" and isinstance(value, bool)):
