@@ -239,6 +239,7 @@ class Inference:
         catalog: Lists and loads their versions.
         metrics: Counts requests.
         attach: Called with each loaded version; see `Repository`.
+        follows: Whether models follow a trainer, so that each has one version.
     """
 
     def __init__(
@@ -249,6 +250,7 @@ class Inference:
         metrics: ServeMetrics,
         *,
         attach: Callable[[str, Predictor], None] | None = None,
+        follows: bool = False,
         clock: Callable[[], float] = concurrency.monotonic,
         generator: random.Random | None = None,
     ) -> None:
@@ -256,7 +258,7 @@ class Inference:
         self.config = config
         self.metrics = metrics
         self._clock = clock
-        self._follows = attach is not None
+        self._follows = follows
         self._changing_splits = concurrency.Lock()  # one change of routes at a time; requests never take it
         self._limits = config.limits
         self._timeout = config.limits.timeout.total_seconds()
