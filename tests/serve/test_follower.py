@@ -17,7 +17,7 @@ from serve.served_tasks import columns, exported, trained
 from serve.server.serving import ask_http
 
 from monolith.checkpoint.saved_tables import WHOLE, IdShard
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, RequestError
 from monolith.serve import Predictor
 from monolith.serve.config import ServeFollowConfig
 from monolith.serve.manifest import Servable, read_servable, write_servable
@@ -609,6 +609,14 @@ def test_only_one_version_of_a_model_can_follow(root: Path) -> None:
     split = "ads=served/3:1"
     with pytest.raises(ConfigError, match="by version"), following(root, MemoryChannel(), splits=(split,)):
         pass
+
+
+def test_a_server_that_follows_refuses_a_split_by_version_while_it_runs(root: Path) -> None:
+    with following(root, MemoryChannel()) as server:
+        with pytest.raises(RequestError, match="follows a trainer"):
+            server.inference.set_split("ads", "served/6")
+        server.inference.set_split("ads", "served")  # by model there is one version, the trainer's newest
+        assert server.inference.traffic.described() == {"ads": "served:1"}
 
 
 def test_an_answer_of_a_model_that_follows_no_trainer_has_the_age_of_its_export(root: Path) -> None:

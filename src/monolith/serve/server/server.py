@@ -98,6 +98,7 @@ class InferenceServer:
             catalog,
             ServeMetrics(self._metrics),
             attach=self._attach,
+            follows=follow is not None,
         )
         self._stop = concurrency.Event()
         self._poller: concurrency.Thread | None = None
