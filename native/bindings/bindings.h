@@ -21,6 +21,7 @@ void bind_routes(nanobind::module_& m);
 void bind_ranking(nanobind::module_& m);
 void bind_fids(nanobind::module_& m);
 void bind_cells(nanobind::module_& m);
+void bind_infer_request(nanobind::module_& m);
 void bind_examples(nanobind::module_& m);
 void bind_csv(nanobind::module_& m);
 void bind_json(nanobind::module_& m);

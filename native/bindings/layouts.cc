@@ -7,10 +7,14 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <optional>
+#include <span>
 
 #include "arrays.h"
 #include "bindings.h"
+#include "frozen_table.h"
+#include "overlaid_group.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -47,6 +51,23 @@ void gather(const Layouts& layouts, const LayoutBatch& batch, const Floats& rows
   for (const auto& output : outputs) to.push_back(as_span(output));
   GilReleased unlocked;
   layouts.gather(batch, as_span(rows), to);
+}
+
+// From the ids of a batch to the outputs, over the rows of a group of tables, in one call.
+template <class Group>
+void read_rows(const Layouts& layouts, const Group& group, const Ids& ids, const Ids& splits,
+               const Column<std::uint8_t>& shared, const Ids& where, std::size_t batch_size,
+               const std::vector<AnyOutFloats>& outputs) {
+  std::vector<std::span<float>> to;
+  to.reserve(outputs.size());
+  for (const auto& output : outputs) to.push_back(as_span(output));
+  GilReleased unlocked;
+  const std::unique_ptr<LayoutBatch> batch =
+      layouts.plan(as_span(ids), as_span(splits), as_span(shared), as_span(where), batch_size);
+  const std::unique_ptr<float[]> rows(new float[batch->floats()]);
+  const std::span<float> found(rows.get(), batch->floats());
+  group.lookup(batch->ids(), batch->sizes(), 1, found);
+  layouts.gather(*batch, found, to);
 }
 
 void scatter(const Layouts& layouts, const LayoutBatch& batch, const std::optional<Floats>& rows,
@@ -117,6 +138,11 @@ void bind_layouts(nb::module_& m) {
            "Find the distinct ids of each table.")
       .def("gather", &gather, "batch"_a, "rows"_a.noconvert(), "outputs"_a.noconvert(),
            "Fill the outputs from one row per distinct id.")
+      .def("read_rows", &read_rows<FrozenGroup>, "group"_a, "ids"_a.noconvert(), "splits"_a.noconvert(),
+           "shared"_a.noconvert(), "where"_a.noconvert(), "batch_size"_a, "outputs"_a.noconvert(),
+           "Find the distinct ids of a batch and their rows in a group, and fill the outputs with them.")
+      .def("read_rows", &read_rows<OverlaidGroup>, "group"_a, "ids"_a.noconvert(), "splits"_a.noconvert(),
+           "shared"_a.noconvert(), "where"_a.noconvert(), "batch_size"_a, "outputs"_a.noconvert())
       .def("scatter", &scatter, "batch"_a, "rows"_a.noconvert().none(), "gradients"_a.noconvert(), "scale"_a,
            "out"_a.noconvert(), "Fill `out` with the gradient of each distinct id's row.")
       .def("number", &number, "batch"_a, "out"_a.noconvert(),

@@ -18,6 +18,7 @@ NB_MODULE(_core, m) {
   monolith::bind_ranking(m);
   monolith::bind_fids(m);
   monolith::bind_cells(m);
+  monolith::bind_infer_request(m);
   monolith::bind_examples(m);
   monolith::bind_csv(m);
   monolith::bind_json(m);

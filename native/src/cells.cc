@@ -119,7 +119,33 @@ void add_hashes(const TextColumn& column, IdKind kind, PackedIds& packed) {
             static_cast<std::int64_t>(first) + 1);
 }
 
-// Adds the ids of one feature; false where something cannot be read.
+// Adds the ids of a text, which may be a list with separators; false if one cannot be read.
+bool add_cell(const RawIds& feature, std::string_view cell, PackedIds& packed) {
+  bool fine = true;
+  each_value(cell, feature.separator, [&](std::string_view item) {
+    if (feature.kind == RawIds::Kind::kHashed) {
+      packed.ids.push_back(feature.id(hash_bytes(std::as_bytes(std::span(item)))));
+      return true;
+    }
+    std::int64_t value = 0;
+    fine = read_whole(strip(item), value).empty() && feature.id.takes(value);
+    packed.ids.push_back(feature.id.of(value));
+    return fine;
+  });
+  return fine;
+}
+
+}  // namespace
+
+bool add_text_ids(const RawIds& feature, std::span<const std::string_view> cells, PackedIds& packed) {
+  if (feature.kind != RawIds::Kind::kHashed && feature.kind != RawIds::Kind::kWholeTexts) return false;
+  for (const std::string_view cell : cells) {
+    if (!add_cell(feature, cell, packed)) return false;
+    packed.splits.push_back(static_cast<std::int64_t>(packed.ids.size()));
+  }
+  return true;
+}
+
 bool add_ids(const RawIds& feature, PackedIds& packed) {
   using Kind = RawIds::Kind;
   if (feature.kind == Kind::kHashed || feature.kind == Kind::kWholeTexts) {
@@ -136,16 +162,8 @@ bool add_ids(const RawIds& feature, PackedIds& packed) {
       for (std::int64_t at = column.rows[row]; at < column.rows[row + 1]; ++at) {
         const std::string_view cell(text + column.splits[at],
                                     static_cast<std::size_t>(column.splits[at + 1] - column.splits[at]));
-        each_value(cell, feature.separator, [&](std::string_view item) {
-          if (feature.kind == Kind::kHashed) {
-            packed.ids.push_back(feature.id(hash_bytes(std::as_bytes(std::span(item)))));
-            return true;
-          }
-          std::int64_t value = 0;
-          fine = read_whole(strip(item), value).empty() && feature.id.takes(value);
-          packed.ids.push_back(feature.id.of(value));
-          return fine;
-        });
+        fine = add_cell(feature, cell, packed);
+        if (!fine) break;
       }
       packed.splits.push_back(static_cast<std::int64_t>(packed.ids.size()));
     }
@@ -182,8 +200,6 @@ bool add_ids(const RawIds& feature, PackedIds& packed) {
     packed.splits.push_back(before + feature.rows[row]);
   return true;
 }
-
-}  // namespace
 
 PackedIds pack_ids(std::span<const RawIds> features) {
   PackedIds packed;

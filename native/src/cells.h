@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "fid.h"
@@ -75,6 +76,11 @@ struct PackedIds {
   std::vector<std::int64_t> splits;  // where each cell begins, then their number
   bool fine = true;                  // false: something could not be read, and the rest means nothing
 };
+
+// Adds the ids of one feature; false if something cannot be read, and the rest means nothing then.
+bool add_ids(const RawIds& feature, PackedIds& packed);
+// The same of one text per row, wherever each is; `texts` of the feature are not read.
+bool add_text_ids(const RawIds& feature, std::span<const std::string_view> cells, PackedIds& packed);
 
 // The ids of many features in one pass, as a batch has them.
 PackedIds pack_ids(std::span<const RawIds> features);

@@ -20,6 +20,7 @@ from monolith.errors import ConfigError, CorruptFileError, FileMissingError, Req
 from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import how_to_export
 from monolith.serve import FoundRows, Predictor
+from monolith.serve.rows import gather_looked_up
 from monolith.serve.server.tensors import columns_of, listed_tensor
 from monolith.serve.versions import remove_versions
 from monolith.store import TableIds
@@ -342,6 +343,9 @@ def test_rows_may_come_from_another_source(root):
         def lookup(self, ids: TableIds, *, deadline: float | None = None) -> FoundRows:
             assert deadline == 7.0
             return FoundRows(torch.zeros(len(ids.ids) * 4), ("ps_1",))
+
+        def gather(self, gatherer, ids, *, deadline=None):
+            return gather_looked_up(self, gatherer, ids, deadline)
 
         def close(self) -> None:
             pass

@@ -47,10 +47,7 @@ class Gatherer:
         Raises:
             FeatureError: The splits do not fit the ids, or the number of examples.
         """
-        where = self._places.get(batch.names)
-        if where is None:
-            where = self._places[batch.names] = self._where(batch.names)
-        shared = np.array(batch.shared, dtype=np.uint8)
+        shared, where = self._places_of(batch)
         try:
             core = self.core.plan(
                 batch.ids.contiguous().numpy(),
@@ -63,6 +60,40 @@ class Gatherer:
         except ValueError as cause:
             raise FeatureError(f"batch: {cause}") from cause
         return GatheredBatch(self, core)
+
+    def read_rows(
+        self, group: native.FrozenGroup | native.OverlaidGroup, batch: FeatureIds
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs of a batch over the rows of a group of tables, by one call into the core.
+
+        The same as `read`, a lookup and `GatheredBatch.gather`, without weights and without gradients.
+
+        Raises:
+            FeatureError: The splits do not fit the ids, or the number of examples.
+        """
+        size = batch.batch_size
+        outputs = tuple(self.empty(size, *shape) for shape in self.plan.shapes)
+        arguments = (
+            batch.ids.contiguous().numpy(),
+            batch.splits.contiguous().numpy(),
+            *self._places_of(batch),
+        )
+        try:
+            self.core.read_rows(group, *arguments, size, [output.numpy() for output in outputs])
+        except ValueError as cause:
+            raise FeatureError(f"batch: {cause}") from cause
+        return outputs
+
+    def empty(self, *shape: int) -> Tensor:
+        """Return a tensor to be filled, in memory that earlier batches have used and released."""
+        return torch.from_numpy(self.memory.floats(math.prod(shape)).reshape(shape))
+
+    def _places_of(self, batch: FeatureIds) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Return which features of a batch are shared, and where the batch has those of the model."""
+        where = self._places.get(batch.names)
+        if where is None:
+            where = self._places[batch.names] = self._where(batch.names)
+        return np.array(batch.shared, dtype=np.uint8), where
 
     def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
         places = {name: place for place, name in enumerate(names)}
@@ -141,7 +172,7 @@ class GatheredBatch:
 
     def gather(self, rows: Tensor) -> tuple[Tensor, ...]:
         shapes = self._gatherer.plan.shapes
-        outputs = tuple(self._empty(self.batch_size, *shape) for shape in shapes)
+        outputs = tuple(self._gatherer.empty(self.batch_size, *shape) for shape in shapes)
         self._gatherer.core.gather(
             self._core, rows.detach().contiguous().numpy(), [output.numpy() for output in outputs]
         )
@@ -149,7 +180,7 @@ class GatheredBatch:
 
     def scatter(self, rows: Tensor, gradients: tuple[Tensor | None, ...], scale: float = 1.0) -> Tensor:
         """Return the gradient of `rows` from those of the outputs, of which None is zeros."""
-        out = self._empty(self.floats)
+        out = self._gatherer.empty(self.floats)
         self._gatherer.core.scatter(
             self._core,
             rows.detach().contiguous().numpy(),
@@ -161,10 +192,6 @@ class GatheredBatch:
             out.numpy(),
         )
         return out
-
-    def _empty(self, *shape: int) -> Tensor:
-        """Return a tensor to be filled, in memory that earlier batches have used and released."""
-        return torch.from_numpy(self._gatherer.memory.floats(math.prod(shape)).reshape(shape))
 
     # By torch
 

@@ -4,7 +4,7 @@ Monolith's compiled core: tables, filters, touched keys, checksums. See monolith
 
 from collections.abc import Mapping, Sequence
 import enum
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -835,6 +835,15 @@ class Layouts:
     def gather(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
         """Fill the outputs from one row per distinct id."""
 
+    @overload
+    def read_rows(self, group: FrozenGroup, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int, outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
+        """
+        Find the distinct ids of a batch and their rows in a group, and fill the outputs with them.
+        """
+
+    @overload
+    def read_rows(self, group: OverlaidGroup, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int, outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None: ...
+
     def scatter(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, gradients: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None], scale: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """Fill `out` with the gradient of each distinct id's row."""
 
@@ -950,6 +959,86 @@ def read_number_cells(text: object, splits: NDArray[numpy.int64], rows: NDArray[
 def cross_cells(columns: Sequence[tuple[NDArray[numpy.int64], NDArray[numpy.int64]]], most: int, slot: int | None) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
     """
     (ids, splits, bad): an id for every way to take one id of each of the columns, (ids, splits) each.
+    """
+
+class WireType(enum.Enum):
+    """What an input of a request holds."""
+
+    TEXTS = 0
+
+    INTS = 1
+
+    FLOATS = 2
+
+class WireRequest:
+    """A request of the Open Inference Protocol, read in its buffer."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def outputs(self) -> list[tuple[str, bool | None]]:
+        """Names of the wanted outputs, and whether each is wanted raw."""
+
+    @property
+    def binary_outputs(self) -> bool:
+        """Whether outputs are wanted raw if they do not say so themselves."""
+
+    @property
+    def typed(self) -> bool:
+        """Whether a gRPC message has its values outside of raw contents."""
+
+class PackedRows:
+    """The features of some rows, as a batch has them. Never changes."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def ids(self) -> NDArray[numpy.int64]:
+        """Of all features, cell after cell."""
+
+    @property
+    def splits(self) -> NDArray[numpy.int64]:
+        """Where each cell begins, then the end."""
+
+    @property
+    def floats(self) -> NDArray[numpy.float32]:
+        """Feature after feature."""
+
+    def part(self, begin: int, end: int) -> PackedRows:
+        """Some of the rows."""
+
+class RequestPlan:
+    """How the inputs of a model become its features. Thread-safe."""
+
+    def __init__(self, inputs: Sequence[tuple[str, WireType, bool]], ids: Sequence[tuple[int, RawKind, Sequence[float], str | None, int | None]], floats: Sequence[int]) -> None:
+        """
+        Inputs are (name, type, whether of one dimension); ids are (number of the input, kind, boundaries, separator, slot); floats are numbers of inputs.
+        """
+
+    def pack(self, request: WireRequest) -> PackedRows | None:
+        """
+        The features of a request; None if it does not have exactly the inputs of the model, or a value cannot be read.
+        """
+
+def join_rows(parts: Sequence[PackedRows]) -> PackedRows:
+    """Rows that one plan has packed, one after another."""
+
+def read_grpc_request(message: bytes) -> WireRequest | None:
+    """
+    A ModelInferRequest; None if it is malformed or unusual, and must be read in another way.
+    """
+
+def read_http_request(body: bytes, head: int) -> WireRequest | None:
+    """
+    The body of a request, whose first `head` bytes are JSON; None as above.
     """
 
 class SplitStream:

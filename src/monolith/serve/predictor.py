@@ -6,9 +6,9 @@
 The steps of one prediction, for n rows:
 
     columns     values by name, each of n rows            RequestReader.batch: one call into the core
-    batch       ragged IDs and floats (n, width)          Gatherer.read: unique lookups, one list of IDs
-    rows        float32, one row per ID                   RowSource.lookup: mapped tables, or serving servers
-    tensors     (n, ...) per layout                       gathered.gather: one call into the core
+    batch       ragged IDs and floats (n, width)
+    rows        float32, one row per distinct ID          RowSource.gather: one call into the core for mapped
+    tensors     (n, ...) per layout                       tables, or serving servers
     dense half  float32 (n,) per head                     DenseGraph, CompiledDense or a Python module
 
 Tables are mapped, so that predictors of one machine share the memory of a table, in one process or in many.
@@ -38,7 +38,6 @@ from monolith.serve.request_reader import RawTensors, RequestReader
 from monolith.serve.retrieval import ChangedRows, RowsListener, TowerRunner
 from monolith.serve.rows import FoundRows, MappedRows, RowsClaim, RowSource, Said, together
 from monolith.serve.versions import LockedVersion, lock_version
-from monolith.store import TableIds
 from monolith.table import FrozenTable
 from monolith.tensors.files import FileRecord, read_tensors
 
@@ -301,6 +300,10 @@ class Predictor:
                 return self._answer(*found)
         return self._predict(self._reader.batch(asked.full()), deadline)
 
+    def pack(self, request: native.WireRequest) -> native.PackedRows | None:
+        """Return the features of a request as it was received, for `predict`; see `RequestReader.pack`."""
+        return self._reader.pack(request)
+
     def read(self, columns: RawTensors | Any) -> Batch:
         """Return the features that the model is given for some rows: IDs and floats by feature.
 
@@ -478,11 +481,10 @@ class GraphRunner:
         with torch.inference_mode():
             for gatherer in self._gatherers:
                 # ids (n_ids,) with repeats -> distinct IDs (u,), then rows float32 (sum of u x width,), then
-                # one tensor (n, ...) per layout. The rows of a batch are read in one lookup per collection.
-                gathered = gatherer.read(ids)
-                found = self._rows.lookup(TableIds(gathered.ids, gathered.sizes), deadline=deadline)
+                # one tensor (n, ...) per layout: one call into the core per collection if the rows are here.
+                made, found = self._rows.gather(gatherer, ids, deadline=deadline)
                 all_found.append(found)
-                tensors += gathered.gather(found.rows)
+                tensors += made
             try:
                 floats = [batch.floats[name] for name in self._floats]
             except KeyError as cause:

@@ -7,9 +7,10 @@ A column is one of
     a RaggedTensor              one row of values per row
     NAME and NAME.row_splits    all values in one, and int64 of shape (rows + 1,): the start of each row
 
-There are two ways. If every column has one plain value per row, which is the usual request, one call into the
+There are three ways. A request that a server has received is packed by one call into the core, out of the
+bytes that were received (`RequestReader.pack`). If columns have one plain value per row, one call into the
 core packs all of them (`RequestReader._packed`). Every other request is converted column by column, by the
-code that training uses, so that both read the same.
+code that training uses, so that all read the same.
 
 A missing value (None, NaN, the NaT and NA of pandas, a row without values, an absent column) reads as in
 training. Anything else that is wrong is a `RequestError` that names the column, and the row if there is one.
@@ -28,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from monolith import native
 from monolith.data import Records
 from monolith.data.formats.memory import are_whole, is_missing, seconds_of, values_of
 from monolith.data.formats.tables import frame_records
@@ -53,6 +55,11 @@ _DATATYPES: Mapping[torch.dtype, Datatype] = {
     TIME: "INT64",
 }
 _DTYPES: Mapping[Datatype, torch.dtype] = {"BYTES": torch.uint8, "INT64": torch.int64, "FP32": torch.float32}
+_WIRED: Mapping[Datatype, native.WireType] = {
+    "BYTES": native.WireType.TEXTS,
+    "INT64": native.WireType.INTS,
+    "FP32": native.WireType.FLOATS,
+}
 _KEPT_SIZES = 256
 """Largest batch size whose row splits are cached."""
 
@@ -89,6 +96,7 @@ class RequestReader:
         self._floats = dict(floats or {})
         self._ids = tuple(ids)
         self._packs = False
+        self._plan: native.RequestPlan | None = None
         if spec is None:
             self._reader = None
             self.inputs = tuple(
@@ -108,6 +116,9 @@ class RequestReader:
             # The packed way takes one plain value per row, so a model that reads lists cannot use it.
             self._packs = self._reader.packs_all and all(one.kind != "list" for one in self.inputs)
             self._ignored = frozenset(spec.columns.keys() - serving.inputs.keys())
+            if self._packs and not any(one.meaning for one in self.inputs):
+                wired = [(one.name, _WIRED[one.datatype], len(one.shape) == 1) for one in self.inputs]
+                self._plan = self._reader.request_plan(wired)
         self._dtypes = {one.name: _DTYPES[one.datatype] for one in self.inputs}
         self._kinds: dict[str, Kind] = {one.name: one.kind for one in self.inputs}
         self._names = self._dtypes.keys()
@@ -119,13 +130,15 @@ class RequestReader:
         """Return the batch of a request.
 
         Args:
-            columns: Columns by name; or a DataFrame of pandas or polars, or an Arrow table, whose other
-            columns
-                are ignored.
+            columns: Columns by name; or rows of `pack`; or a DataFrame of pandas or polars, or an Arrow
+                table, whose other columns are ignored.
 
         Raises:
             RequestError: A column is unknown, missing, of another type or length, or has a bad value.
         """
+        if isinstance(columns, native.PackedRows):
+            assert self._reader is not None
+            return self._reader.batch_of(columns)
         if not isinstance(columns, Mapping):
             columns = self._of_frame(columns)
         if self._packs and (packed := self._packed(columns)) is not None:
@@ -141,6 +154,13 @@ class RequestReader:
             row = min(reading.bad)
             raise RequestError(f"row {row} of {size}: {reading.bad[row]}")
         return reading.batch()
+
+    def pack(self, request: native.WireRequest) -> native.PackedRows | None:
+        """Return the features of a request as it was received, for `batch`.
+
+        None if it must be read as columns: it is malformed, or only unusual. Then nothing is known about it.
+        """
+        return None if self._plan is None else self._plan.pack(request)
 
     def _of_frame(self, frame: Any) -> RawTensors:
         try:

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from monolith import concurrency
+from monolith.feature import FeatureIds, Gatherer
 from monolith.store import TableIds
 from monolith.sync.messages import LearnedUpTo
 from monolith.table import FrozenTable, FrozenTables, OverlaidTables
@@ -277,7 +278,7 @@ class FoundRows:
 
     rows: Tensor
     """float32 of shape (sum of ids x width,): one row per ID in order, table after table. An ID without a row
-    reads as zeros."""
+    reads as zeros. Empty if they were gathered without being returned."""
     missing: tuple[str, ...] = ()
     """Shards that did not answer; their rows were read as zeros."""
     claim: RowsClaim | None = UNKNOWN
@@ -321,11 +322,29 @@ class RowSource(Protocol):
             UnavailableError: A shard does not answer, and zeros are not allowed for its rows.
         """
 
+    def gather(
+        self, gatherer: Gatherer, ids: FeatureIds, *, deadline: float | None = None
+    ) -> tuple[Sequence[Tensor], FoundRows]:
+        """Return the tensors that a model reads of the rows of a batch, and how they were found.
+
+        Raises:
+            FeatureError: The IDs are malformed. Otherwise as `lookup`.
+        """
+
     def ids(self, table: str) -> Tensor | None:
         """Return the IDs that have a row in a table, int64 in no order; None if the rows are elsewhere."""
 
     def close(self) -> None:
         """Release files and connections. Closing again does nothing."""
+
+
+def gather_looked_up(
+    source: RowSource, gatherer: Gatherer, ids: FeatureIds, deadline: float | None
+) -> tuple[Sequence[Tensor], FoundRows]:
+    """Gather rows in three steps, for a source whose rows are not in this process; see `RowSource.gather`."""
+    gathered = gatherer.read(ids)
+    found = source.lookup(TableIds(gathered.ids, gathered.sizes), deadline=deadline)
+    return gathered.gather(found.rows), found
 
 
 class MappedRows:
@@ -346,6 +365,7 @@ class MappedRows:
         self._files = FrozenTables(tables, threads=threads)
         self._all: FrozenTables | OverlaidTables = self._files
         self._widths = dict(self._files.tables)
+        self._no_rows = torch.empty(0)
 
     @property
     def claim(self) -> RowsClaim:
@@ -362,6 +382,15 @@ class MappedRows:
         before = self._claims.now
         rows = self._all.lookup(ids.ids, ids.sizes)
         return FoundRows(rows, claim=spanning(before, self._claims.now))
+
+    def gather(
+        self, gatherer: Gatherer, ids: FeatureIds, *, deadline: float | None = None
+    ) -> tuple[Sequence[Tensor], FoundRows]:
+        if ids.weights is not None:
+            return gather_looked_up(self, gatherer, ids, deadline)
+        before = self._claims.now
+        tensors = gatherer.read_rows(self._all.group, ids)
+        return tensors, FoundRows(self._no_rows, claim=spanning(before, self._claims.now))
 
     def ids(self, table: str) -> Tensor:
         return torch.cat([self._all.present_ids(table, one.start, one.stop - 1) for one in hash_spans()])

@@ -355,9 +355,18 @@ class FrozenTables:
         Returns:
             float32, flat: one row per id, each as wide as its table. Zeros for an id without a row.
         """
+        return fused_lookup(self.group, ids, sizes, self._dims)
+
+    @property
+    def group(self) -> native.FrozenGroup:
+        """The tables for the core.
+
+        Raises:
+            TableClosedError: They were closed.
+        """
         if self._group is None:
             raise TableClosedError("these tables were closed")
-        return fused_lookup(self._group, ids, sizes, self._dims)
+        return self._group
 
     def present_ids(self, name: str, first: int, last: int) -> Tensor:
         """Return the ids of a table that hash to `first` to `last`, both included; int64 in no order."""

@@ -172,9 +172,18 @@ class OverlaidTables:
 
     def lookup(self, ids: Tensor, sizes: Tensor) -> Tensor:
         """Return the rows of all ids, as `FrozenTables.lookup` does."""
+        return fused_lookup(self.group, ids, sizes, self._dims)
+
+    @property
+    def group(self) -> native.OverlaidGroup:
+        """The tables for the core.
+
+        Raises:
+            TableClosedError: They were closed.
+        """
         if self._group is None:
             raise TableClosedError("these tables were closed")
-        return fused_lookup(self._group, ids, sizes, self._dims)
+        return self._group
 
     def is_exact(self, name: str) -> bool:
         """Whether the file of a table has its values as they were given, and not as halves or bytes."""

@@ -60,6 +60,9 @@ class LinearModel:
     def about(self) -> Mapping[str, Any]:
         return {"version": self.version}
 
+    def pack(self, request):  # noqa: ARG002  every request is read as columns
+        return None
+
     def predict(self, columns: Any, *, deadline: float | None = None) -> LinearAnswer:  # noqa: ARG002
         assert not self.closed, "asked after it was closed"
         if isinstance(columns, CandidateColumns):

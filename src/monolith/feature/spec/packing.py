@@ -105,9 +105,39 @@ class Packer:
             elif isinstance(one, FloatFeature) and one.width == 1:
                 self._floats[name] = one
         self._names = tuple(self._columns)
+        self._plans = plans
         self._packer = native.IdPacker(plans, torch.uint8, torch.int64, torch.float32)
         self.packs_all = len(plans) + len(self._floats) == len(spec.features)
         """Whether all features are plain."""
+
+    def request_plan(self, inputs: Sequence[tuple[str, native.WireType, bool]]) -> native.RequestPlan | None:
+        """Return how the core packs requests with these inputs; None if a feature cannot be read of them.
+
+        Args:
+            inputs: Name, type, and whether the input has one dimension.
+        """
+        places = {name: (place, kind) for place, (name, kind, _) in enumerate(inputs)}
+        ids = []
+        for column, plan in zip(self._columns.values(), self._plans, strict=True):
+            of_texts, of_ints, of_floats, exact, rounded, separator, slot = plan
+            place, kind = places[column]
+            is_float = kind is native.WireType.FLOATS
+            read = of_texts if kind is native.WireType.TEXTS else of_floats if is_float else of_ints
+            if read is None:
+                return None
+            ids.append((place, read, rounded if is_float else exact, separator, slot))
+        floats = [places[one.column or name] for name, one in self._floats.items()]
+        if not ids or not self.packs_all or any(kind is not native.WireType.FLOATS for _, kind in floats):
+            return None
+        return native.RequestPlan(inputs, ids, [place for place, _ in floats])
+
+    def unpacked(self, packed: native.PackedRows) -> tuple[PackedIds, dict[str, Tensor]]:
+        """Return the ids and numbers that such a plan has packed; numbers are not scaled."""
+        rows = packed.rows
+        numbers = torch.from_numpy(packed.floats).view(len(self._floats), rows, 1).unbind(0)
+        ids, splits = torch.from_numpy(packed.ids), torch.from_numpy(packed.splits)
+        found = PackedIds(self._names, ids, splits, (rows,) * len(self._names))
+        return found, dict(zip(self._floats, numbers, strict=True))
 
     def ids(self, records: RawColumns) -> PackedIds | None:
         """Return the ids of all plain features; None if something is odd."""

@@ -17,7 +17,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -192,8 +192,17 @@ class RawReader:
         """
         floats = self._packer.floats_of(columns, size)
         packed = self._packer.ids_of(columns)
-        if floats is None or packed is None:
-            return None
+        return None if floats is None or packed is None else self._packed_batch(packed, floats, size)
+
+    def request_plan(self, inputs: Sequence[tuple[str, native.WireType, bool]]) -> native.RequestPlan | None:
+        """Return how the core packs requests; see `Packer.request_plan`."""
+        return self._packer.request_plan(inputs)
+
+    def batch_of(self, rows: native.PackedRows) -> Batch:
+        """Return the batch of rows that a request plan of this reader has packed."""
+        return self._packed_batch(*self._packer.unpacked(rows), rows.rows)
+
+    def _packed_batch(self, packed: PackedIds, floats: Mapping[str, Tensor], size: int) -> Batch:
         features = self._spec.features
         scaled = {name: _scaled(features[name], one) for name, one in floats.items()}  # type: ignore[arg-type]
         ids = FeatureIds(packed.names, packed.ids, packed.splits, size)

@@ -6,13 +6,13 @@ core, Python's loop for gRPC took a quarter more time for a request (docs/decisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NoReturn
 
 import numpy as np
 
-from monolith import __version__, concurrency
+from monolith import __version__, concurrency, native
 from monolith.cluster.security import HEADER, Guard, add_grpc_port, grpc_interceptors
 from monolith.concurrency import ThreadPoolExecutor
 from monolith.errors import (
@@ -155,7 +155,11 @@ class GrpcPort:
             self._doorkeeper.admit(peer)
 
     def _infer_packed(self, data: bytes, context: Any) -> bytes:
-        """Answer a request; one with raw contents and nothing unusual without reading what is as ever."""
+        """Answer a request. The usual one is read by the core; any other is decoded by protobuf."""
+        usual = native.read_grpc_request(data)
+        if usual is not None and (not usual.typed or len(data) <= self._most_typed):
+            outputs = [name for name, _ in usual.outputs]
+            return self._infer_inputs((usual.model, usual.version, usual.id), outputs, usual, data, context)
         if len(data) > _MOST_DESCRIBED and not _has_few_fields(data):
             many = RequestTooLargeError(f"the message has more than {_MOST_FIELDS} inputs and outputs")
             self._inference.refuse("grpc", many)
@@ -169,14 +173,37 @@ class GrpcPort:
             return self._infer_whole(data, context)
         if len(data) > _MOST_DESCRIBED and sum(map(len, inputs)) > _MOST_DESCRIBED:
             return self._infer_whole(data, context)
+        kind = self._types.ModelInferRequest.InferRequestedOutputTensor
+        try:
+            outputs = _outputs(kind.FromString(one) for one in packed.outputs)
+        except Exception as error:
+            self._abort(context, error)
+        target = (packed.model_name, packed.model_version, packed.id)
+        return self._infer_inputs(target, outputs, None, data, context)
+
+    def _infer_inputs(
+        self,
+        target: tuple[str, str, str],
+        outputs: Sequence[str],
+        usual: native.WireRequest | None,
+        data: bytes,
+        context: Any,
+    ) -> bytes:
+        """Answer a request whose inputs are decoded when its model is known.
+
+        Args:
+            target: The model, its version, and the ID of the request.
+            usual: The request as the core has read it; None if it is unusual.
+        """
         kind = self._types.ModelInferRequest
+        model, version, request_id = target
         try:
             asked = InferRequest(
-                model=packed.model_name,
-                version=packed.model_version,
-                id=packed.id,
-                tensors=PackedInputs(tuple(inputs), contents, lambda: _tensors(kind.FromString(data))),
-                outputs=_outputs(kind.InferRequestedOutputTensor.FromString(one) for one in packed.outputs),
+                model=model,
+                version=version,
+                id=request_id,
+                tensors=PackedInputs(usual, lambda: _tensors(kind.FromString(data))),
+                outputs=outputs,
                 timeout=context.time_remaining(),
                 transport="grpc",
                 trace=self._trace(context),
@@ -188,11 +215,7 @@ class GrpcPort:
 
     def _handlers(self) -> Any:
         methods = service_methods()
-        answers = {
-            name: self._method(getattr(self, f"_{_snake(name)}"), *methods[name])
-            for name in methods
-            if hasattr(self, f"_{_snake(name)}")
-        }
+        answers = {name: self._method(getattr(self, f"_{_snake(name)}"), *methods[name]) for name in methods}
         self._infer_whole, answers["ModelInfer"] = answers["ModelInfer"], self._infer_packed
         handlers = {
             name: self._grpc.unary_unary_rpc_method_handler(

@@ -434,7 +434,8 @@ class HttpApi:
                 (name, version),
                 self._unpacked(request),
                 request.headers,
-                lambda text: self._json.read(text, request.reservation),
+                self._json,
+                request.reservation,
                 topk=topk,
             )
         except MonolithError as error:

@@ -10,12 +10,12 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from monolith import concurrency
+from monolith import concurrency, native
 from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.config import ServeLimits
 from monolith.serve.item_index import TopK
@@ -26,6 +26,7 @@ from monolith.serve.server.inference import (
     TOP_K,
     InferReply,
     InferRequest,
+    PackedInputs,
     check_parameters,
     read_filter,
     read_priority,
@@ -130,6 +131,10 @@ class JsonReader:
             RequestTooLargeError: It is too long, or has too many lists and objects in it.
             UnavailableError: Requests in flight use too much memory.
         """
+        return self.parse(self.admit(body, reservation))
+
+    def admit(self, body: bytes | memoryview, reservation: Reservation) -> bytes:
+        """Return a body that is within bounds, for `parse`; raises an error as `read` does."""
         if len(body) > self._most_bytes:
             raise RequestTooLargeError(
                 f"the request has {len(body)} bytes of JSON; the most are {self._most_bytes} "
@@ -142,6 +147,14 @@ class JsonReader:
                 "Send flat lists, with their shape."
             )
         reservation.add(JSON_COST * len(text))
+        return text
+
+    def parse(self, text: bytes) -> Any:
+        """Return what JSON says.
+
+        Raises:
+            RequestError: It is not JSON.
+        """
         if len(text) < _LARGE_JSON:
             return _parsed(text)
         with self._one_large:  # a second one would keep health probes waiting for twice as long
@@ -164,14 +177,18 @@ def read_infer(
     target: tuple[str, str],
     body: bytes,
     headers: Mapping[str, str],
-    read_json: Callable[[memoryview], Any],
+    reader: JsonReader,
+    reservation: Reservation,
     *,
     topk: bool = False,
 ) -> tuple[InferRequest, BinaryOutputs]:
     """Return the request that a body is, and which outputs are to be sent in binary.
 
+    The usual request is read by the core; any other is decoded here.
+
     Args:
         target: The model, and its version.
+        reservation: Counts the memory that it takes.
         topk: Whether it asks for the best items.
 
     Raises:
@@ -186,14 +203,30 @@ def read_infer(
         if length > len(body):
             raise RequestError(f"{JSON_LENGTH} is {length}, the body has {len(body)} bytes")
         head, rest = view[:length], view[length:]
-    message = read_json(head)
+    text = reader.admit(head, reservation)
+    model, version = target
+    usual = None if topk else native.read_http_request(body, len(head))
+    if usual is not None:
+        request = InferRequest(
+            model=model,
+            version=version,
+            id=usual.id,
+            tensors=PackedInputs(usual, lambda: list(_inputs(reader.parse(text), rest))),
+            outputs=[name for name, _ in usual.outputs],
+            timeout=_timeout(headers, {}),
+            split_key=read_split_key(headers.get(SPLIT_KEY_HEADER, "")),
+            transport="http",
+            trace={name: headers[name] for name in TRACE_HEADERS if name in headers},
+        )
+        chosen = {name: binary for name, binary in usual.outputs if binary is not None}
+        return request, BinaryOutputs(usual.binary_outputs, chosen)
+    message = reader.parse(text)
     if not isinstance(message, dict):
         raise RequestError("the body must be a JSON object with `inputs`")
     parameters = _object(message, "parameters")
     known = (TIMEOUT, PRIORITY, SPLIT_KEY, BINARY_OUTPUT, *((TOP_K, FILTER) if topk else ()))
     check_parameters("a request", parameters, known)
     wanted = _outputs(message)
-    model, version = target
     request = InferRequest(
         model=model,
         version=version,

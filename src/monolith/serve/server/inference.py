@@ -4,6 +4,8 @@
     http_api, http_bodies   tensors.py    batching.py   predictor.py         http_bodies, grpc_port
     grpc_port                             request_reader.py
 
+The usual request is packed by the core out of its bytes, without tensors and columns: see `PackedInputs`.
+
 `Inference.infer` is the place where the parts meet. It admits the request within the limit on concurrency,
 routes its name to a model and version, leases that version so that a hot swap cannot close it, turns the
 tensors into columns, waits for the batcher, and mirrors the request to shadows after it has the answer.
@@ -26,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from monolith import concurrency
+from monolith import concurrency, native
 from monolith.concurrency import ThreadPoolExecutor
 from monolith.errors import (
     ConfigError,
@@ -50,7 +52,7 @@ from monolith.serve.server.canary import Canary
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
 from monolith.serve.server.spans import RequestSpans
-from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, WireTensor, columns_of, output_tensor
+from monolith.serve.server.tensors import PACKED, RequestColumns, WireTensor, columns_of, output_tensor
 from monolith.serve.server.traffic import TrafficRoutes
 from monolith.wire.open_inference import BINARY_EXTENSION, PRIORITY, SPLIT_KEY, SPLITS
 
@@ -60,16 +62,10 @@ NOT_SEARCHED = "it has no towers; export a TwoTower model"
 
 @dataclass(slots=True)
 class PackedInputs:
-    """The raw inputs of a gRPC request that were not decoded yet.
+    """The inputs of a request that were not decoded yet."""
 
-    Clients repeat the same names, types and shapes; `ColumnsPlan` decodes such a request without looking at
-    them again.
-    """
-
-    key: tuple[bytes, ...]
-    """The encoded name, type and shape of each input."""
-    contents: Sequence[bytes]
-    """The raw values of each input."""
+    request: native.WireRequest | None
+    """The request as the core has read it, to be packed by the plan of a model; None if it is unusual."""
     read: Callable[[], Sequence[WireTensor]]
     """Decodes all inputs; raises a RequestError if they are malformed."""
 
@@ -214,10 +210,6 @@ _log = logging.getLogger(__name__)
 
 SHADOWS_WAITING = 64
 """Mirrored requests that may wait; more are dropped and counted."""
-PLANS = 256
-"""Decoding plans that are cached for one version."""
-PLAN_BYTES = 64 << 10
-"""Longest encoded description of inputs that is cached."""
 CODES: Mapping[type[BaseException], str] = {
     UnknownModelError: "not_found",
     RequestTooLargeError: "too_large",
@@ -602,11 +594,15 @@ class Inference:
 
     def _columns(self, request: InferRequest, loaded: LoadedVersion) -> RequestColumns:
         given = request.tensors
-        columns = (
-            _packed_columns(given, loaded)
-            if isinstance(given, PackedInputs)
-            else columns_of(given, loaded.model.signature)
-        )
+        packed = None
+        if isinstance(given, PackedInputs) and given.request is not None:
+            packed = loaded.model.pack(given.request)
+        if packed is not None:
+            columns = RequestColumns(packed, packed.rows, PACKED)
+        else:
+            # This way also finds what is wrong with a request that cannot be packed.
+            tensors = given.read() if isinstance(given, PackedInputs) else given
+            columns = columns_of(tensors, loaded.model.signature)
         if columns.rows > self._limits.rows:
             raise RequestTooLargeError(
                 f"the request has {columns.rows} rows; the limit is {self._limits.rows} (--max-rows). "
@@ -695,22 +691,6 @@ def read_filter(value: object) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RequestError(f"the parameter `{FILTER}` must be an object: attribute -> value, or values")
     return found
-
-
-def _packed_columns(given: PackedInputs, loaded: LoadedVersion) -> RequestColumns:
-    """Return the columns of a raw gRPC request, by a cached plan if a request like it was seen before."""
-    plan = loaded.plans.get(given.key)
-    if plan is not None:
-        columns = plan.columns(given.contents)
-        if columns is not None:
-            return columns
-    tensors = given.read()
-    columns = columns_of(tensors, loaded.model.signature)
-    if plan is None and sum(map(len, given.key)) <= PLAN_BYTES and (made := ColumnsPlan.of(tensors, columns)):
-        if len(loaded.plans) >= PLANS:
-            loaded.plans.clear()
-        loaded.plans[given.key] = made
-    return columns
 
 
 def _reply(

@@ -25,7 +25,6 @@ from monolith.serve.metrics import VersionStatistics
 from monolith.serve.predictor import Predictor
 from monolith.serve.server.batching import RequestBatcher
 from monolith.serve.server.catalog import ServableCatalog
-from monolith.serve.server.tensors import ColumnsPlan
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +42,6 @@ class LoadedVersion:
         self.model = model
         self.batcher = batcher
         self.statistics = statistics
-        self.plans: dict[tuple[bytes, ...], ColumnsPlan] = {}
-        """Decoding plans by the encoded description of a request's inputs."""
         self._lock = concurrency.Lock()  # guards the two below; closing happens outside of it
         self._leases = 1  # the repository
         self._retired = False

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from monolith import native
 from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.candidates import CandidateColumns
 from monolith.serve.manifest import Signature, TensorSpec
@@ -120,11 +121,16 @@ def output_tensor(name: str, values: NDArray[Any]) -> WireTensor:
     return WireTensor(name, "FP32", values.shape, values.astype(np.float32).reshape(-1))
 
 
+PACKED = (("packed", 0),)
+"""The layout of rows that the core has packed out of the bytes of a request."""
+
+
 @dataclass(slots=True)
 class RequestColumns:
     """What a model is asked, checked."""
 
-    values: dict[str, Any]
+    values: Any
+    """Columns by name, or `native.PackedRows` if the layout is `PACKED`."""
     rows: int
     layout: tuple[tuple[str, int], ...]
     """Name and width of each column: requests of one layout can be answered together."""
@@ -132,12 +138,14 @@ class RequestColumns:
     """Columns with one row, which holds for all; their row splits included. See `candidates`."""
 
     @property
-    def asked(self) -> dict[str, Any] | CandidateColumns:
+    def asked(self) -> dict[str, Any] | native.PackedRows | CandidateColumns:
         """What a predictor is asked."""
         return self.values if not self.shared else merged([self])
 
     def part(self, begin: int, end: int) -> RequestColumns:
         """Return some of the rows, without a copy of arrays."""
+        if self.layout is PACKED:
+            return RequestColumns(self.values.part(begin, end), end - begin, PACKED)
         values: dict[str, Any] = {}
         for name, column in self.values.items():
             ends = self.values.get(name + SPLITS)
@@ -212,65 +220,10 @@ def _row_count(sizes: Mapping[str, int]) -> int:
     return rows
 
 
-class ColumnsPlan:
-    """Makes columns of raw contents whose names, types and shapes were checked before."""
-
-    __slots__ = ("_layout", "_parts", "_rows", "_shared")
-
-    def __init__(
-        self,
-        parts: list[tuple[str, np.dtype[Any] | None, int, tuple[int, int] | None]],
-        columns: RequestColumns,
-    ) -> None:
-        self._parts = parts
-        self._rows = columns.rows
-        self._layout = columns.layout
-        self._shared = columns.shared
-
-    @classmethod
-    def of(cls, tensors: Sequence[WireTensor], columns: RequestColumns) -> ColumnsPlan | None:
-        """Return the plan that decodes these columns from the contents of these tensors.
-
-        None if values need more than decoding: lists of any length, other types.
-        """
-        parts: list[tuple[str, np.dtype[Any] | None, int, tuple[int, int] | None]] = []
-        for tensor in tensors:
-            column = columns.values.get(tensor.name)
-            if tensor.name + SPLITS in columns.values or column is None:
-                return None
-            if isinstance(column, list):
-                if column is not tensor.values:
-                    return None
-                parts.append((tensor.name, None, len(column), None))
-                continue
-            assert not isinstance(tensor.values, list)
-            if column.dtype != tensor.values.dtype:
-                return None
-            shape = column.shape if column.ndim == 2 else None
-            parts.append((tensor.name, column.dtype, tensor.values.nbytes, shape))
-        return cls(parts, columns)
-
-    def columns(self, contents: Sequence[bytes]) -> RequestColumns | None:
-        """Return the columns; None if contents have other lengths than those of the plan.
-
-        Raises:
-            RequestError: The lengths of texts do not fit the contents.
-        """
-        values: dict[str, Any] = {}
-        for (name, dtype, size, shape), raw in zip(self._parts, contents, strict=True):
-            if dtype is None:
-                values[name] = _read_texts(name, size, raw)
-            elif len(raw) != size:
-                return None
-            elif shape is None:
-                values[name] = np.frombuffer(raw, dtype)
-            else:
-                values[name] = np.frombuffer(raw, dtype).reshape(shape)
-        return RequestColumns(values, self._rows, self._layout, self._shared)
-
-
-def merged(parts: Sequence[RequestColumns]) -> dict[str, Any] | CandidateColumns:
+def merged(parts: Sequence[RequestColumns]) -> dict[str, Any] | native.PackedRows | CandidateColumns:
     """Return the rows of all parts, which have one layout, one after another."""
+    if parts[0].layout is PACKED:
+        return native.join_rows([part.values for part in parts])
     whole = _merged_values(parts) if len(parts) > 1 else parts[0].values
     shared = parts[0].shared
     if not shared:

@@ -16,7 +16,7 @@ request (a leg) to each shard, and sends all of them before it waits for the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
@@ -24,6 +24,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from monolith import concurrency
 from monolith.cluster import Discovery, open_discovery_url
@@ -36,9 +37,10 @@ from monolith.errors import (
     MonolithError,
     UnavailableError,
 )
+from monolith.feature import FeatureIds, Gatherer
 from monolith.serve.config import ShardsConfig
 from monolith.serve.manifest import Servable
-from monolith.serve.rows import AttachOverlay, FoundRows, RowsClaim, together
+from monolith.serve.rows import AttachOverlay, FoundRows, RowsClaim, gather_looked_up, together
 from monolith.serve.shards.hedging import NEVER, Floats, Leg, Minder, ShardAnswer
 from monolith.serve.shards.protocol import read_claim
 from monolith.serve.shards.replicas import HedgeBudget, Replica, ReplicaMap, ShardLine, WantedRows
@@ -226,6 +228,12 @@ class RemoteRows:
         except MonolithError:
             self.counts.errors += 1
             raise
+
+    def gather(
+        self, gatherer: Gatherer, ids: FeatureIds, *, deadline: float | None = None
+    ) -> tuple[Sequence[Tensor], FoundRows]:
+        """Look up rows and gather them; see `RowSource.gather`."""
+        return gather_looked_up(self, gatherer, ids, deadline)
 
     def close(self) -> None:
         """Close all connections; lookups in flight end in an error. Closing again does nothing."""
