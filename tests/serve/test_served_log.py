@@ -128,6 +128,19 @@ def test_what_was_served_is_logged_with_the_features_that_the_model_was_given(
         assert predictor.predict_batch(found).outputs["click"].tolist() == pytest.approx(scores, abs=1e-6)
 
 
+def test_a_ranking_request_is_logged_with_the_user_in_each_row(servables: Path, tmp_path: Path) -> None:
+    body, raw = request_of(3, 1, id="ranked")
+    user = next(one for one in body["inputs"] if one["name"] == "user_id")
+    user["shape"], user["data"] = [1], user["data"][:1]
+    with logging_server(servables, to=str(tmp_path / "log")) as server:
+        assert server.http_url is not None
+        port = int(server.http_url.rpartition(":")[2])
+        assert ask_http(port, "POST", "/v2/models/ads/infer", body)[0] == 200
+    with Predictor(str(servables), show=False) as predictor:
+        wanted = predictor.read({**raw, "user_id": raw["user_id"][:1] * 3})
+    assert_same_features(wanted, ServedSpec.of(READ).make(read_log(tmp_path / "log")))
+
+
 def test_only_their_user_can_read_the_files(servables: Path, tmp_path: Path) -> None:
     with logging_server(servables, to=str(tmp_path / "log")) as server:
         assert server.http_url is not None

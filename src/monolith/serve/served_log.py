@@ -235,9 +235,7 @@ class ServedLog:
     def _write(self, taken: Sequence[_Answered]) -> None:
         rows = sum(one.columns.rows for one in taken)
         try:
-            parts = [one.columns for one in taken]
-            columns = parts[0].values if len(parts) == 1 else merged(parts)
-            batch = taken[0].model.read(columns)
+            batch = taken[0].model.read(merged([one.columns for one in taken]))
             self._sink.write(served_records(batch, [one.about for one in taken]))
             self._rows.inc(rows)
         except Exception as error:  # whatever it is, answers and later records must not suffer

@@ -215,11 +215,7 @@ class GrpcPort:
 
     def _handlers(self) -> Any:
         methods = service_methods()
-        answers = {
-            name: self._method(getattr(self, f"_{_snake(name)}"), *methods[name])
-            for name in methods
-            if hasattr(self, f"_{_snake(name)}")
-        }
+        answers = {name: self._method(getattr(self, f"_{_snake(name)}"), *methods[name]) for name in methods}
         self._infer_whole, answers["ModelInfer"] = answers["ModelInfer"], self._infer_packed
         handlers = {
             name: self._grpc.unary_unary_rpc_method_handler(
