@@ -145,6 +145,11 @@ def check_retrieval(names: dict[str, Any]) -> None:
     assert all(int(item[1:]) % 3 == 1 for item in first)  # u4 likes films
     assert all(int(item[1:]) % 2 and int(item[1:]) < 12 for item in cheap)
     assert not set(first) & set(others)
+    (found,), (scores,) = names["found"].items, names["found"].scores
+    assert len(found) == 3
+    assert all(int(item[1:]) % 2 for item in found)
+    (ranked,) = names["ranked"].outputs.values()
+    assert ranked.tolist() == pytest.approx(scores.tolist(), rel=1e-5)
 
 
 def check_contributing(names: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
@@ -42,7 +42,9 @@ from monolith.serve.client_wire import (
     HttpDialect,
     HttpTransport,
     InferQuestion,
+    ItemSearch,
     Row,
+    TopKAnswer,
     WireCall,
     WireError,
     encode_inputs,
@@ -145,6 +147,8 @@ class _Conversation:
                 described = yield from self._describe(*key, options, deadline)
             try:
                 tensors, ignored = encode_inputs(described.inputs, given)
+                if question.search is not None:
+                    tensors = [*tensors, *question.search.exclude]
                 asked = replace(question, tensors=tensors, priority=options.priority)
                 call = self._dialect.infer(asked, self._extensions or ())
                 if trace := self._trace_headers():
@@ -168,6 +172,15 @@ class _Conversation:
             described.versions.add(answer.version)  # a split answers with two in turns; each is news once
         self._check_age(answer, options)
         return answer
+
+    def topk(
+        self, question: InferQuestion, users: Inputs, options: ClientOptions
+    ) -> Generator[_Step, Any, TopKAnswer]:
+        try:
+            return TopKAnswer.of((yield from self.predict(question, users, options)))
+        except StaleAnswerError as error:
+            error.answer = TopKAnswer.of(error.answer)
+            raise
 
     def _deadline(self, options: ClientOptions) -> float:
         return self._clock() + options.timeout.total_seconds()
@@ -311,6 +324,8 @@ class Client(_Connected):
             inputs: Rows, each a value or a list of values by column: `[{"user": "ann", "tags": ["a", "b"]}]`;
                 or columns: `{"user": ["ann", "bo"], "price": np.array([3.5, 1.0])}`. A value that is None or
                 left out is missing. Columns that the model does not read are not sent.
+                To rank items for one user, give the columns of the user one row, and those of the items a row
+                each: `{"user": ["ann"], "item": ["i1", "i2", "i3"]}`.
             version: Empty lets the server choose.
             outputs: Names of the outputs to return; empty returns all.
             request_id: Sent with the request and returned with the answer.
@@ -328,6 +343,37 @@ class Client(_Connected):
         """
         question = InferQuestion(model, version, (), outputs, request_id, split_key, 0)
         return self._run(self._talk.predict(question, inputs, options or self._options))
+
+    def topk(
+        self,
+        model: str,
+        users: Inputs,
+        k: int = 10,
+        *,
+        filters: Mapping[str, Any] | None = None,
+        exclude: Collection[Any] = (),
+        version: str = "",
+        options: ClientOptions | None = None,
+    ) -> TopKAnswer:
+        """Return the best items of a retrieval model for some users.
+
+        Args:
+            users: The features of the user tower, in rows or columns as for `predict`.
+            k: How many items each user gets; there are fewer if filters leave fewer.
+            filters: Attribute of the catalogue -> a value, a list of values of which an item has one, or
+                `{"min": ..., "max": ...}`.
+            exclude: Items that are not returned, such as those that the user has seen; for several users, a
+                collection of items for each.
+            version: Empty lets the server choose.
+            options: Options of this request, in place of those of the client; `connections` is the client's.
+
+        Raises:
+            RequestError: As for `predict`; also if the model has no towers, or the catalogue has no such
+                attribute.
+            RetryableError: As for `predict`.
+        """
+        question = InferQuestion(model, version, (), (), "", "", 0, ItemSearch.of(k, filters, exclude))
+        return self._run(self._talk.topk(question, users, options or self._options))
 
     def models(self) -> list[str]:
         """Return the names of the server's models; raises as `predict` does."""
@@ -424,6 +470,21 @@ class AsyncClient(_Connected):
         """Return the predictions of a model for some rows; see `Client.predict`."""
         question = InferQuestion(model, version, (), outputs, request_id, split_key, 0)
         return await self._run(self._talk.predict(question, inputs, options or self._options))
+
+    async def topk(
+        self,
+        model: str,
+        users: Inputs,
+        k: int = 10,
+        *,
+        filters: Mapping[str, Any] | None = None,
+        exclude: Collection[Any] = (),
+        version: str = "",
+        options: ClientOptions | None = None,
+    ) -> TopKAnswer:
+        """Return the best items of a retrieval model for some users; see `Client.topk`."""
+        question = InferQuestion(model, version, (), (), "", "", 0, ItemSearch.of(k, filters, exclude))
+        return await self._run(self._talk.topk(question, users, options or self._options))
 
     async def models(self) -> list[str]:
         """Return the names of the server's models; raises as `predict` does."""

@@ -16,9 +16,10 @@ import json
 import math
 import re
 import ssl
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -45,14 +46,19 @@ from monolith.wire.open_inference import (
     BINARY_SIZE,
     CONTENTS,
     DTYPES,
+    EXCLUDE,
+    FILTER,
+    ITEM,
     JSON_LENGTH,
     LENGTH_BYTES,
     PRIORITY,
     RETRY_HEADER,
+    SCORE,
     SERVICE,
     SPLIT_KEY,
     SPLITS,
     TIMEOUT_HEADER,
+    TOP_K,
     message_types,
     read_bfloat16,
     service_methods,
@@ -130,6 +136,51 @@ class ClientAnswer:
         """The age of the rows that the answer was made of; None if it is not known."""
         said = self.parameters.get("staleness")
         return None if said is None else timedelta(seconds=float(said))
+
+
+@dataclass(frozen=True, slots=True)
+class TopKAnswer(ClientAnswer):
+    """The best items for some users.
+
+    Examples:
+        >>> import numpy as np
+        >>> from monolith.serve import TopKAnswer
+        >>> found = np.array(["i4", "i9", "i2"], object), np.array([0, 2, 3]), np.array([0.9, 0.7, 0.8])
+        >>> outputs = dict(zip(("item", "item.row_splits", "score"), found))
+        >>> answer = TopKAnswer("shop", "140", outputs, {"step": 140, "staleness": 0.8})
+        >>> answer.items[0], answer.scores[0].tolist(), answer.step
+        (['i4', 'i9'], [0.9, 0.7], 140)
+    """
+
+    @property
+    def items(self) -> list[list[Any]]:
+        """The items of each user, the best first: texts or whole numbers, as the model has them."""
+        items = self.outputs[ITEM].tolist()
+        return [items[begin:end] for begin, end in self._ends()]
+
+    @property
+    def scores(self) -> list[NDArray[Any]]:
+        """The scores of `items`, an array for each user."""
+        return [self.outputs[SCORE][begin:end] for begin, end in self._ends()]
+
+    def _ends(self) -> Iterator[tuple[int, int]]:
+        return pairwise(self.outputs[ITEM + SPLITS].tolist())
+
+    @classmethod
+    def of(cls, answer: ClientAnswer) -> TopKAnswer:
+        """Return the answer to a top-k request as one.
+
+        Raises:
+            RequestError: It has no items: the server does not know such requests.
+        """
+        if missing := {ITEM, ITEM + SPLITS, SCORE} - set(answer.outputs):
+            raise RequestError(
+                f"the answer of model {answer.model!r} to a top-k request has no {min(missing)!r}: its "
+                "server does not know such requests"
+            )
+        return cls(
+            answer.model, answer.version, answer.outputs, answer.parameters, answer.ignored, id=answer.id
+        )
 
 
 # Values to tensors
@@ -231,6 +282,32 @@ def tensors_of(one: ClientInput, values: Any) -> list[EncodedTensor]:
     ]
 
 
+def encode_excluded(given: Collection[Any]) -> list[EncodedTensor]:
+    """Return items that are not to be returned as inputs of a top-k request.
+
+    Args:
+        given: The items of one user, or a collection of items, or None, for each user.
+
+    Raises:
+        RequestError: It is neither, or a value is no item.
+    """
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise RequestError(f"{EXCLUDE!r} must be a list of items, or such a list for each user")
+    rows = list(given)
+    is_each = any(isinstance(row, _SEVERAL) for row in rows)
+    lists = [list(row) if isinstance(row, _SEVERAL) else _items(row) for row in rows]
+    flat = [item for items in lists for item in items]
+    if not flat:
+        return []
+    is_number = all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in flat)
+    excluded = _tensor(ClientInput(EXCLUDE, "INT64" if is_number else "BYTES", (-1,)), (len(flat),), flat)
+    if not is_each:
+        return [excluded]
+    ends = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+    return [excluded, EncodedTensor(EXCLUDE + SPLITS, "INT64", (len(ends),), ends)]
+
+
+_SEVERAL = (list, tuple, set, frozenset, np.ndarray)
 _INT64 = DTYPES["INT64"]
 
 
@@ -332,6 +409,34 @@ def _wrong(one: ClientInput, row: int, value: Any) -> RequestError:
 
 
 @dataclass(frozen=True, slots=True)
+class ItemSearch:
+    """Which items a top-k request asks for."""
+
+    k: int
+    filters: str
+    """As JSON; empty for none."""
+    exclude: Sequence[EncodedTensor] = ()
+
+    @classmethod
+    def of(cls, k: int, filters: Mapping[str, Any] | None, exclude: Collection[Any]) -> ItemSearch:
+        """Return a search with its values encoded.
+
+        Raises:
+            RequestError: It cannot be.
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k < 1 << 31:
+            raise RequestError(f"`{TOP_K}` must be a whole number from 1 on, got {k!r}")
+        try:
+            text = json.dumps(dict(filters), allow_nan=False) if filters else ""
+        except (TypeError, ValueError) as cause:
+            raise RequestError(f"`filters` cannot be sent as JSON: {cause}") from cause
+        return cls(k, text, encode_excluded(exclude))
+
+    def parameters(self) -> dict[str, int | str]:
+        return {TOP_K: self.k, **({FILTER: self.filters} if self.filters else {})}
+
+
+@dataclass(frozen=True, slots=True)
 class InferQuestion:
     """What is asked of a model."""
 
@@ -342,6 +447,8 @@ class InferQuestion:
     id: str
     split_key: str
     priority: int
+    search: ItemSearch | None = None
+    """Set if the best items are asked for, and not predictions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +538,8 @@ class HttpDialect:
             parameters[PRIORITY] = question.priority
         if question.split_key:
             parameters[SPLIT_KEY] = question.split_key
+        if question.search is not None:
+            parameters |= question.search.parameters()
         if parameters:
             message["parameters"] = parameters
         if question.id:
@@ -442,7 +551,7 @@ class HttpDialect:
         except ValueError as cause:
             raise RequestError("a number is infinite, which JSON cannot express") from cause
         headers = {JSON_LENGTH: str(len(head))} if binary else {}
-        path = f"{_model_path(question.model, question.version)}/infer"
+        path = f"{_model_path(question.model, question.version)}/{'topk' if question.search else 'infer'}"
         return WireCall("POST", self._reader(self._answer), path, b"".join([head, *raws]), headers)
 
     def _answer(self, reply: HttpRawReply) -> ClientAnswer:
@@ -554,6 +663,10 @@ class GrpcDialect:
             message.parameters[PRIORITY].int64_param = question.priority
         if question.split_key:
             message.parameters[SPLIT_KEY].string_param = question.split_key
+        if question.search is not None:
+            message.parameters[TOP_K].int64_param = question.search.k
+            if question.search.filters:
+                message.parameters[FILTER].string_param = question.search.filters
         return WireCall("ModelInfer", self._answer, "", message)
 
     def _answer(self, said: Any) -> ClientAnswer:

@@ -17,13 +17,14 @@ import pytest
 import torch
 from serve.served_tasks import exported, trained
 from serve.server.serving import PATIENCE, GrpcClient, ask_http
+from serve.test_client import Awaited
 from serve.test_follower import FakeTrainer, until
 
 from monolith.data import MemorySource, Pipeline, Stream
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, RequestError, StaleAnswerError
 from monolith.feature import Batch, FeatureSpec, FloatFeature, IdFeature
 from monolith.model import TwoTower
-from monolith.serve import Predictor
+from monolith.serve import Client, ClientOptions, Predictor, TopKAnswer
 from monolith.serve.item_index import TopK
 from monolith.serve.server import InferenceServer, ServeConfig, ServedFolder
 from monolith.serve.server.catalog import ServableCatalog
@@ -260,6 +261,83 @@ def test_an_index_that_missed_an_update_shows(roots):
         assert index.check_recall(user, TopK(5)) == 1.0
         index._vectors.neg_()
         assert index.check_recall(user, TopK(5)) < 0.5
+
+
+# Clients
+
+
+@pytest.fixture(params=[Client, Awaited], ids=["threads", "loop"])
+def client_of(request):
+    return request.param
+
+
+@pytest.fixture(params=["http", "grpc"])
+def client(client_of, request, served):
+    with client_of(served.http_url if request.param == "http" else f"grpc://{served.grpc_address}") as made:
+        yield made
+
+
+def pairs(answer: TopKAnswer) -> list[list[tuple[Any, float]]]:
+    return [
+        list(zip(items, scores.tolist(), strict=True))
+        for items, scores in zip(answer.items, answer.scores, strict=True)
+    ]
+
+
+def test_a_client_gets_the_best_items_of_each_user(client, served):
+    answer = client.topk("plain", [{"user": "u1", "age": 0.5}, {"user": "u2", "age": 0.5}], 7)
+    for found, wanted in zip(pairs(answer), ask(served, "plain", users("u1", "u2"), k=7), strict=True):
+        assert_same(found, wanted)
+    assert (answer.model, answer.version, answer.step) == ("plain", "6", 6)
+    assert answer.staleness is not None
+
+
+def test_a_client_filters_and_excludes_items(client, served):
+    inputs, wanted = [tensor("user", "BYTES", ["u1"])], {"genre": ["noir", "western"], "year": {"min": 2003}}
+    (every,) = ask(served, "rich", inputs, k=100, filter=wanted)
+    seen = {item for item, _ in every[::2]}
+    answer = client.topk("rich", {"user": ["u1"], "shoe": [38]}, 100, filters=wanted, exclude=seen)
+    assert_same(*pairs(answer), every[1::2])
+    assert answer.ignored == ("shoe",)
+
+
+def test_a_client_excludes_items_of_each_user(client, served):
+    best = ask(served, "plain", users("u1", "u2"), k=3)
+    seen = np.array([item for item, _ in best[0][:2]])
+    answer = client.topk("plain", {"user": ["u1", "u2"], "age": [0.5, 0.5]}, 1, exclude=[seen, None])
+    assert answer.items == [[best[0][2][0]], [best[1][0][0]]]
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "says"),
+    [
+        ("plain", {"k": 0}, "`k` must be"),
+        ("rich", {"filters": {"color": 1}}, "no attribute 'color'"),
+        ("rich", {"filters": {"genre": {"noir"}}}, "cannot be sent as JSON"),
+        ("rich", {"exclude": "s1"}, "list of items"),
+        ("plain", {"exclude": [[1], [2]]}, "'exclude' must have"),
+    ],
+)
+def test_a_client_says_what_is_wrong(client, model, how, says):
+    with pytest.raises(RequestError, match=says):
+        client.topk(model, [{"user": "u1"}], **how)
+
+
+def test_items_of_a_server_that_is_too_far_behind_are_an_error_that_has_them(client):
+    options = ClientOptions(max_staleness=timedelta(0))
+    with pytest.raises(StaleAnswerError) as raised:
+        client.topk("plain", [{"user": "u1", "age": 0.5}], 2, options=options)
+    assert len(raised.value.answer.items[0]) == 2
+
+
+def test_a_client_ranks_items_for_one_row_of_the_user(client, roots):
+    items = trained_items(rich=True)
+    numbers = [int(one[1:]) for one in items]
+    columns = {"user": ["u1"], "sku": items, "genre": [GENRES[n % 3] for n in numbers]}
+    answer = client.predict("rich", columns | {"price": np.array(numbers) / 2})
+    (scores,) = answer.outputs.values()
+    found = sorted(zip(items, scores.tolist(), strict=True), key=lambda one: -one[1])
+    assert_same(found, brute_force(roots["rich"], "u1", items, rich=True))
 
 
 # Following

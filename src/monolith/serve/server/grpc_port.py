@@ -27,7 +27,6 @@ from monolith.serve.item_index import TopK
 from monolith.serve.server.batching import JSON_COST, Quotas
 from monolith.serve.server.inference import (
     EXTENSIONS,
-    FILTER,
     GRPC_STATUS,
     INTERNAL,
     NO_CONTROL,
@@ -35,7 +34,6 @@ from monolith.serve.server.inference import (
     PLATFORM,
     SERVER_NAME,
     TIMEOUT,
-    TOP_K,
     UNLOAD_PARAMETERS,
     VERSION,
     Inference,
@@ -57,10 +55,12 @@ from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, 
 from monolith.wire.open_inference import (
     BF16,
     CONTENTS,
+    FILTER,
     PRIORITY,
     RETRY_HEADER,
     SERVICE,
     SPLIT_KEY,
+    TOP_K,
     message_pool,
     message_types,
     packed_infer_type,

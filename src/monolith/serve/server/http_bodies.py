@@ -21,9 +21,7 @@ from monolith.serve.config import ServeLimits
 from monolith.serve.item_index import TopK
 from monolith.serve.server.batching import JSON_COST, Reservation
 from monolith.serve.server.inference import (
-    FILTER,
     TIMEOUT,
-    TOP_K,
     InferReply,
     InferRequest,
     PackedInputs,
@@ -39,11 +37,13 @@ from monolith.wire.open_inference import (
     BINARY,
     BINARY_OUTPUT,
     BINARY_SIZE,
+    FILTER,
     JSON_LENGTH,
     PRIORITY,
     SPLIT_KEY,
     SPLIT_KEY_HEADER,
     TIMEOUT_HEADER,
+    TOP_K,
 )
 
 _DEEPEST = 10

@@ -54,7 +54,16 @@ from monolith.serve.server.repository import LoadedVersion, ModelStatus, Reposit
 from monolith.serve.server.spans import RequestSpans
 from monolith.serve.server.tensors import PACKED, RequestColumns, WireTensor, columns_of, output_tensor
 from monolith.serve.server.traffic import TrafficRoutes
-from monolith.wire.open_inference import BINARY_EXTENSION, PRIORITY, SPLIT_KEY, SPLITS
+from monolith.wire.open_inference import (
+    BINARY_EXTENSION,
+    EXCLUDE,
+    FILTER,
+    ITEM,
+    PRIORITY,
+    SCORE,
+    SPLIT_KEY,
+    SPLITS,
+)
 
 Parameter = bool | int | float | str
 NOT_SEARCHED = "it has no towers; export a TwoTower model"
@@ -110,12 +119,6 @@ PLATFORM = "pytorch_monolith"
 EXTENSIONS = (BINARY_EXTENSION, "model_repository", "statistics")
 TIMEOUT = "timeout"
 """A parameter of a request, as Triton has it: microseconds."""
-TOP_K, FILTER = "k", "filter"
-"""Parameters of a top-k request."""
-EXCLUDE = "exclude"
-"""The input of a top-k request with the items that are not returned."""
-ITEM, SCORE = "item", "score"
-"""The outputs of a top-k request; with the row splits of the first."""
 _LOWEST_PRIORITY = 9
 VERSION = "version"
 UNLOAD_PARAMETERS = ("unload_dependents", VERSION)
