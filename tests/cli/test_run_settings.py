@@ -65,7 +65,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "train": ("train/*.py", "train/*/*.py", "runtime/*.py", "cli/train.py"),
     "train.restore": ("train/*.py", "train/*/*.py", "runtime/*.py", "checkpoint/*.py", "checkpoint/*/*.py"),
     "task": ("runtime/task_setup.py",),
-    "data": ("data/config.py", "data/splitting.py"),
+    "data": ("data/config.py", "data/splitting.py", "runtime/config_task.py"),
     **dict.fromkeys(("data.kafka", "data.kafka.assignment"), ("data/kafka/*.py",)),
     "features": ("runtime/config.py",),
     "labels": ("runtime/config.py",),

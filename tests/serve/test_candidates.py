@@ -23,6 +23,7 @@ from monolith.errors import RequestError, RequestTooLargeError
 from monolith.feature import (
     Batch,
     CrossFeature,
+    FeatureIds,
     FeatureSpec,
     FloatFeature,
     Gatherer,
@@ -36,6 +37,7 @@ from monolith.serve.dense import DenseGraph
 from monolith.serve.manifest import Servable, ServableCollection, ServableDense, Signature
 from monolith.serve.predictor import GraphRunner
 from monolith.serve.request_reader import RequestReader
+from monolith.serve.rows import gather_looked_up
 from monolith.serve.tracing import TracedDense, collections_of, trace_dense
 from monolith.store import TableIds
 
@@ -81,6 +83,11 @@ class NumberedRows:
             for number, (part, width) in enumerate(zip(parts, self.tables.values(), strict=True))
         ]
         return FoundRows(torch.cat(rows).float())
+
+    def gather(self, gatherer: Gatherer, ids: FeatureIds, *, deadline: float | None = None) -> Any:
+        return gather_looked_up(self, gatherer, ids, deadline)
+
+    def ids(self, table: str) -> None: ...
 
     def follow(self, attach: object) -> None: ...
 
