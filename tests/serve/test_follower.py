@@ -285,7 +285,9 @@ def test_servers_go_back_to_an_exported_version_and_follow_again(root: Path, ser
         trainer.publisher.publish_now()
         until(lambda: caught_up(server, trainer.publisher.position))
         assert torch.equal(lookup(server, ids), values)
-        assert ask(server)["parameters"]["step"] == 70
+        until(
+            lambda: ask(server)["parameters"].get("step") == 70
+        )  # known with a delta begun after the snapshot
     trainer.publisher.close()
 
 
