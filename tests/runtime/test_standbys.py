@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,13 +67,25 @@ def publisher(held: _ShardInRun) -> Publisher:
 
 def settle(fleet: LosingFleet, places: tuple[int, ...] = (0, 1)) -> None:
     """Wait until each of the shares has a copy, and the copies have all that was learned up to now."""
-    assert fleet.standbys is not None
-    keeper = fleet.standbys
-    wait_for(lambda: keeper.whole.issuperset(places), "all shares to have a whole copy")
+    wait_for_copies(fleet, places)
     for place in places:
         source = publisher(served(fleet, place))
         assert source.flush()
         wait_for(partial(has_reached, copy_of(fleet, place), source), "a copy")
+
+
+def wait_for_copies(fleet: LosingFleet, places: tuple[int, ...] = (0, 1)) -> None:
+    """Wait until each share has a whole copy; one is whole with the first delta after its snapshot."""
+    assert fleet.standbys is not None
+    keeper = fleet.standbys
+
+    def are_whole() -> bool:
+        for place in places:
+            if (copied := served(fleet, place).copied) is not None:
+                copied.publisher.flush()
+        return keeper.whole.issuperset(places)
+
+    wait_for(are_whole, "all shares to have a whole copy")
 
 
 def has_reached(copy: StandbyCopy[_ShardInRun], source: Publisher) -> bool:
@@ -205,6 +219,57 @@ def test_a_copy_that_is_not_whole_yet_does_not_take_over(tmp_path: Path) -> None
     assert [one.restored_from for one in report.lost.servers] == [str(tmp_path / "model.ckpt-6")]
 
 
+def test_a_copy_is_whole_once_rows_and_pushes_are_of_one_moment(tmp_path: Path) -> None:
+    """Rows of a snapshot are read while pushes change them: it alone does not say which pushes it has."""
+    seen: list[bool] = []
+
+    with standing_by(settings(tmp_path)) as fleet:
+
+        def look() -> None:
+            def has_snapshot() -> bool:
+                return bool(copies_of(fleet, 0)) and copies_of(fleet, 0)[0].followed is not None
+
+            wait_for(has_snapshot, "a snapshot")
+            seen.append(copies_of(fleet, 0)[0].whole)
+            settle(fleet)
+            seen.append(copies_of(fleet, 0)[0].whole)
+
+        fleet.train(hooks=[At(5, look)]).report()
+    assert seen == [False, True]
+
+
+def test_a_push_that_comes_while_a_delta_is_read_is_in_the_next_one(tmp_path: Path) -> None:
+    """Were it in the rows of the first, and not among its pushes, the worker's retry would apply it again."""
+    named: list[bool] = []
+
+    with standing_by(settings(tmp_path)) as fleet, ThreadPoolExecutor(1) as pool:
+
+        def push_meanwhile() -> None:
+            settle(fleet)
+            copied = served(fleet, 0).copied
+            assert copied is not None
+            applied, source, rest = copied._server._state.applied, copied.publisher, copied._rest
+            late = threading.Event()
+
+            def read_slowly() -> Any:
+                pool.submit(applied.once, "late", 1, late.set, lambda: None)
+                assert not late.wait(0.1), "the push waits for the end of the delta"
+                return rest()
+
+            source._ask_dense = read_slowly
+            first = source.publish_now()
+            source._ask_dense = rest
+            assert late.wait(PATIENT)
+            for delta in (first, source.publish_now()):
+                assert delta is not None
+                assert delta.dense is not None
+                about = json.loads(bytes(delta.dense["about"].tolist()))
+                named.append("late" in about["pushes"])
+
+        fleet.train(hooks=[At(5, push_meanwhile)]).report()
+    assert named == [False, True]
+
+
 def test_a_server_that_comes_back_becomes_the_standby_of_its_successor(tmp_path: Path) -> None:
     with standing_by(settings(tmp_path)) as fleet:
 
@@ -305,6 +370,8 @@ def settle_all(fleet: LosingFleet, copies: int) -> None:
     """Wait until share 1 has so many copies of what its server holds, with all that was learned up to now."""
 
     def follow_it() -> bool:
+        if (copied := served(fleet, 1).copied) is not None:
+            copied.publisher.flush()  # a copy is whole with the first delta after its snapshot
         now = fleet.standbys._used()[1].incarnation if fleet.standbys is not None else None
         found = [copy for copy in copies_of(fleet, 1) if copy.follows.incarnation == now and copy.whole]
         return len(found) == copies and served(fleet, 1).copied is not None

@@ -252,7 +252,7 @@ class EntryProcess:
         repository = Repository(
             [ServedFolder(folder=world.roots[0], name=MODEL)],
             EntryCatalog(world, self),
-            lambda model: None,  # type: ignore[arg-type, return-value]  # noqa: ARG005
+            lambda *version: None,  # type: ignore[arg-type, return-value]  # noqa: ARG005
             clock=concurrency.monotonic,
         )
         repository.refresh()

@@ -149,3 +149,41 @@ def test_that_a_sender_is_forgotten_is_reported(caplog: pytest.LogCaptureFixture
     push(applied, "c", 1)
     assert "forgot which pushes of 1 others were applied" in caplog.text
     assert push(applied, "b", 1) == "from memory"
+
+
+def test_no_push_is_applied_while_the_rows_are_still() -> None:
+    applied = AppliedPushes()
+    began, go_on, done = threading.Event(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def slow() -> None:
+        began.set()
+        assert go_on.wait(10)
+        order.append("under way")
+
+    def read() -> None:
+        with applied.still() as known:
+            order.append("read")
+            assert known == applied.known() == {"a": KnownPushes(1)}
+            later = pool.submit(applied.once, "a", 2, lambda: order.append("later"), lambda: None)
+            assert not done.wait(0.05), "the push waits"
+            assert not later.done()
+            order.append("still")
+        later.result(10)
+
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(applied.once, "a", 1, slow, lambda: None)
+        assert began.wait(10)
+        reading = pool.submit(read)
+        assert not done.wait(0.05), "the block waits for the push that is under way"
+        go_on.set()
+        first.result(10)
+        reading.result(10)
+    assert order == ["under way", "read", "still", "later"]
+
+
+def test_pushes_are_applied_again_after_a_block_that_failed() -> None:
+    applied = AppliedPushes()
+    with pytest.raises(ZeroDivisionError), applied.still():
+        _ = 1 // 0
+    assert push(applied, "a", 1) == "applied"

@@ -713,7 +713,7 @@ class ServedShard:
                     held.dense,
                     self._share,
                     incarnation=self._server.incarnation,
-                    pushes=self._server.known_pushes,
+                    server=self._server,
                     plan=self._copies,
                     port=DeltaPort(host=host, guard=guard, limits=limits),
                 )

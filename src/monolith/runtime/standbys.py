@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -30,7 +31,7 @@ from monolith.errors import ClusterError, ConfigError, RequestError, RestoreErro
 from monolith.observe import Metrics
 from monolith.runtime.messages import CopyOpened, FollowShard, OfRun, StandbyStatus
 from monolith.runtime.server_calls import ServerCalls
-from monolith.store import DenseShard
+from monolith.store import DenseShard, ParameterServer
 from monolith.store.pushes import KnownPushes
 from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.flight_reader import FlightDeltaReader
@@ -337,7 +338,7 @@ class CopiedShard:
     Args:
         dense: The weights of the share.
         incarnation: Names what is held.
-        pushes: Says which pushes have been applied to it.
+        server: Applies pushes to it.
         port: Where standbys read; it is closed with this.
     """
 
@@ -348,16 +349,15 @@ class CopiedShard:
         share: IdShard,
         *,
         incarnation: str,
-        pushes: Callable[[], Mapping[str, KnownPushes]],
+        server: ParameterServer,
         plan: CopyPlan,
         port: DeltaPort,
     ) -> None:
         self._tables = model.tables
         self._dense = dense
-        self._pushes = pushes
+        self._server = server
         self._incarnation = incarnation
-        # The publisher asks `_learned`, reads rows, then asks `_rest`, all on one thread; a snapshot does so
-        # on another at the same time. What the first answer saw is kept for the second by thread.
+        # A delta is read inside of `_still`, on one thread; a snapshot on another, without it.
         self._known = threading.local()
         self.port = port
         tables: Mapping[str, Any] = self._tables
@@ -370,9 +370,10 @@ class CopiedShard:
                 interval=plan.interval,
                 dense_interval=0.0,  # with every delta: weights and rows are of one moment, or nearly so
                 with_state=True,
+                still=self._still,
             ),
             dense=self._rest,
-            learned=self._learned,
+            learned=lambda: LearnedUpTo(step=self._dense.step),
         )
         self.publisher.start()
 
@@ -385,24 +386,26 @@ class CopiedShard:
         self.publisher.close()
         self.port.close()
 
-    def _learned(self) -> LearnedUpTo:
-        """Note which pushes are in the rows, before those are looked up; see `_rest`.
-
-        Before, not after: a push that is applied in between is in the rows and not among these, so it may be
-        applied again. In the other order the rows could lack a push that counts as applied, and it would be
-        lost without a trace.
-        """
-        self._known.pushes = self._pushes()
-        return LearnedUpTo(step=self._dense.step)
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        """Let no push change the shard while a delta is read, which then has exactly the pushes it names."""
+        with self._server.still() as self._known.pushes:
+            try:
+                yield
+            finally:
+                del self._known.pushes
 
     def _rest(self) -> Mapping[str, Tensor]:
-        """Return the rest of a shard, without its rows, as bytes. For a snapshot it is read before the rows,
-        on a thread of its own; a delta has the pushes known before its rows were read."""
-        known = self._known.__dict__.pop("pushes", None)
+        """Return the rest of a shard, without its rows, as bytes.
+
+        For a snapshot it is read before the rows, which may have more pushes than it names: the standby waits
+        for the next delta (`StandbyCopy.whole`). Had the rows fewer, a push could be lost without a trace.
+        """
+        known = getattr(self._known, "pushes", None)
         about = {
             "pushes": {
                 sender: [one.highest, one.missing]
-                for sender, one in (self._pushes() if known is None else known).items()
+                for sender, one in (self._server.known_pushes() if known is None else known).items()
             },
             "scales": {name: table.scales for name, table in self._tables.items()},
         }
@@ -469,10 +472,15 @@ class StandbyCopy(Generic[H]):
 
     @property
     def whole(self) -> bool:
-        """Whether all of the share has come at least once."""
+        """Whether all of the share has come, and is of one moment.
+
+        Rows of a snapshot are read one after the other while pushes change them. `newest_step` is known again
+        with the first delta that was begun after the snapshot: rows and pushes are of one moment then.
+        """
         followed = self.followed
-        came = self._was_whole or (followed is not None and followed.position is not None)
-        return came and self._target.dense is not None
+        if followed is None or followed.position is None:
+            return self._was_whole and self._target.dense is not None
+        return followed.newest_step is not None and not self._target.mixed
 
     @property
     def behind(self) -> float:
@@ -518,12 +526,19 @@ class StandbyCopy(Generic[H]):
 
 
 class _CopyTarget(TableTarget):
-    """Tables that take changes until they are in use. Thread-safe."""
+    """Tables that take changes until they are in use. Thread-safe.
+
+    A delta that is split has its rows in several messages, and the pushes that they contain in the last one.
+    All wait for that one, and are applied together: a copy that is taken before has none of them.
+    """
 
     def __init__(self, tables: Mapping[str, Any]) -> None:
         super().__init__(tables)
         self._lock = concurrency.Lock()  # held while tables change
         self._over = False
+        self._waiting: list[tuple[Mapping[str, Rows], Mapping[str, Tensor]]] = []
+        self.mixed = False
+        """Whether rows of a snapshot have come that may have more pushes than are known."""
 
     def end(self) -> None:
         """Change nothing from now on."""
@@ -532,12 +547,18 @@ class _CopyTarget(TableTarget):
 
     def apply(self, rows: Mapping[str, Rows], removed: Mapping[str, Tensor]) -> None:
         with self._lock:
+            self._waiting.append((rows, removed))
+
+    def begin_snapshot(self, shard: IdShard, buckets: Tensor | None) -> None:
+        with self._lock:
             if not self._over:
-                super().apply(rows, removed)
+                self._apply_waiting()  # the rows of the snapshot are newer
+                super().begin_snapshot(shard, buckets)
 
     def snapshot_rows(self, table: str, rows: Rows) -> None:
         with self._lock:
             if not self._over:
+                self.mixed = True
                 super().snapshot_rows(table, rows)
 
     def end_snapshot(self) -> None:
@@ -545,16 +566,23 @@ class _CopyTarget(TableTarget):
             if not self._over:
                 super().end_snapshot()
 
-    def digests(self, table: str, shard: IdShard, buckets: Tensor) -> Tensor:
+    def digests(self, table: str, shard: IdShard, buckets: Tensor) -> Tensor | None:
         with self._lock:
-            if self._over:
-                return torch.zeros(len(buckets), dtype=torch.int64)
+            if self._over or self._waiting:
+                return None
             return super().digests(table, shard, buckets)
 
     def swap_dense(self, weights: Mapping[str, Tensor]) -> None:
         with self._lock:
             if not self._over:
+                self._apply_waiting()
                 super().swap_dense(weights)
+                self.mixed = False
+
+    def _apply_waiting(self) -> None:
+        for rows, removed in self._waiting:
+            super().apply(rows, removed)
+        self._waiting.clear()
 
 
 def _as_tensor(data: bytes) -> Tensor:

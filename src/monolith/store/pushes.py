@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -70,6 +71,8 @@ class AppliedPushes:
         # Guards all senders. Released while a push is applied: `under_way` makes a retry of the same push
         # wait for the first one, while pushes of other numbers run at the same time.
         self._changed = concurrency.Condition()
+        self._is_still = False
+        """Whether new pushes wait, because `still` has a block running."""
         self._senders: OrderedDict[str, _Sender] = OrderedDict()
         self._forgotten = 0
         self._doublings = Doublings()
@@ -85,8 +88,7 @@ class AppliedPushes:
             ClusterError: The push failed halfway when it first arrived.
         """
         with self._changed:
-            pushes = self._of(sender, number)
-            while number in pushes.under_way:
+            while self._is_still or number in (pushes := self._of(sender, number)).under_way:
                 self._changed.wait()
             if number in pushes.failed:
                 raise ClusterError(f"push {number} failed when it first arrived: {pushes.failed[number]}")
@@ -105,6 +107,26 @@ class AppliedPushes:
             raise
         self._end(pushes, number)
         return answer
+
+    @contextmanager
+    def still(self) -> Iterator[dict[str, KnownPushes]]:
+        """Let no push be under way while the block runs; yield which were applied.
+
+        What is read in the block has exactly these pushes. Pushes that arrive meanwhile wait for its end.
+        """
+        with self._changed:
+            while self._is_still:
+                self._changed.wait()
+            self._is_still = True  # first, or one push after the other could keep this waiting
+        try:
+            with self._changed:
+                while any(pushes.under_way for pushes in self._senders.values()):
+                    self._changed.wait()
+            yield self.known()
+        finally:
+            with self._changed:
+                self._is_still = False
+                self._changed.notify_all()
 
     def known(self) -> dict[str, KnownPushes]:
         """Return the applied pushes of each sender."""

@@ -7,6 +7,7 @@ A server knows its own shard and no other server. Rows travel as bytes in one bu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Annotated, Any, NamedTuple, Self
@@ -375,6 +376,10 @@ class ParameterServer:
     def known_pushes(self) -> dict[str, KnownPushes]:
         """Return the pushes that the current state contains, by sender."""
         return self._state.applied.known()
+
+    def still(self) -> AbstractContextManager[dict[str, KnownPushes]]:
+        """Let no push change rows or weights while a block runs; see `AppliedPushes.still`."""
+        return self._state.applied.still()
 
     @property
     def traffic(self) -> Traffic:

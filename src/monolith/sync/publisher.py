@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -80,6 +80,9 @@ class PublisherConfig:
     """The most buckets that a delta has digests of; 0: no digests."""
     touched_capacity: int | None = None
     """Changed ids of a table that are remembered until the next delta; if more change, a new epoch starts."""
+    still: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered while the rows and the dense part of a delta are read. A parameter server lets no push change
+    them meanwhile, so that its standby knows which pushes they contain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,25 +455,26 @@ class Publisher:
         now = self._timer()
         self._split = False
         self._making = position = replace(self._position, sequence=self._position.sequence + 1)
-        learned = self._learned()  # before the rows are looked up: they contain at least this progress
         rows: dict[str, Rows] = {}
         removed: dict[str, Tensor] = {}
         left = DELTA_IDS
-        for name, table in self._tables.items():
-            ids = self._changed(name)
-            if len(ids) > left:
-                self._pending[name], ids = ids[left:], ids[:left]
-                self._split = True
-            left -= len(ids)
-            if len(ids):
-                taken[name] = ids
-                there, gone = self._look_up(table, ids)
-                if len(there):
-                    rows[name] = there
-                if len(gone):
-                    removed[name] = gone
-        # A standby gets, as its dense part, which pushes the rows contain: so it comes with the last delta.
-        dense = None if self._split and self._config.with_state else self._due_dense(now)
+        with self._config.still():
+            learned = self._learned()  # before the rows are looked up: they contain at least this progress
+            for name, table in self._tables.items():
+                ids = self._changed(name)
+                if len(ids) > left:
+                    self._pending[name], ids = ids[left:], ids[:left]
+                    self._split = True
+                left -= len(ids)
+                if len(ids):
+                    taken[name] = ids
+                    there, gone = self._look_up(table, ids)
+                    if len(there):
+                        rows[name] = there
+                    if len(gone):
+                        removed[name] = gone
+            # The dense part of a standby says which pushes the rows contain: it comes with the last delta.
+            dense = None if self._split and self._config.with_state else self._due_dense(now)
         if not rows and not removed and dense is None and now - self._sent_at < self._config.dense_interval:
             self._making = self._position  # a snapshot that ends now is complete with the next delta
             return None

@@ -119,7 +119,7 @@ class TableTarget:
     def abort_snapshot(self) -> None:
         self._snapshot = None
 
-    def digests(self, table: str, shard: IdShard, buckets: Tensor) -> Tensor:
+    def digests(self, table: str, shard: IdShard, buckets: Tensor) -> Tensor | None:
         return self._tables[table].digests(buckets, share=shard)
 
     def swap_dense(self, weights: Mapping[str, Tensor]) -> None:
