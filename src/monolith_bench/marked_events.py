@@ -36,7 +36,7 @@ MARKED = 1 << 40
 NOBODY = 1 << 50
 """The id of a user, and of an item, that no event has."""
 _TIME = LINE_ID + "req_time"
-_SPEC = BatchSpec(ids=FEATURES, labels={HEAD: (LABEL, 0)}, event_time=_TIME)
+EVENT_SPEC = BatchSpec(ids=FEATURES, labels={HEAD: (LABEL, 0)}, event_time=_TIME)
 _TYPES = {"user": torch.int64, "item": torch.int64, LABEL: torch.float32, _TIME: torch.int64}
 _DRAWN = 1 << 17
 
@@ -202,8 +202,10 @@ class MarkedClicks(Task):
     def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
         if self._job.file:
             files = DataConfig(watch=self._job.file, columns=tuple(_TYPES))
-            return Pipeline(files.source(self._job.batch, types=_TYPES)).to_batches(_SPEC)
-        return Pipeline(MarkedEvents(self._job) if self._events is None else self._events).to_batches(_SPEC)
+            return Pipeline(files.source(self._job.batch, types=_TYPES)).to_batches(EVENT_SPEC)
+        return Pipeline(MarkedEvents(self._job) if self._events is None else self._events).to_batches(
+            EVENT_SPEC
+        )
 
     def model(self) -> nn.Module:
         rows = Adagrad(learning_rate=0.1)

@@ -382,6 +382,8 @@ class BenchServeOptions:
     """The numbers of rows of a request to measure."""
     connections: tuple[int, ...] = (1, 8, 64)
     """The numbers of callers that ask at the same time to measure."""
+    catalogue: tuple[int, ...] = (10_000, 100_000)
+    """The numbers of items among which the best 10 are found, in top-k requests."""
     processes: int = 2
     """The number of processes of the server, which share its ports."""
     seconds: float = 3.0

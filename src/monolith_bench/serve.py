@@ -11,7 +11,8 @@ JSON, and gRPC and binary HTTP with raw bytes. All are measured by turns; the be
 Processor time is what a request costs: user and system time of all processes of a server while a client asks,
 divided by the requests that were answered. It depends less on what else the machine does than requests/s.
 
-Last, requests that rank 500 items for one user are compared with the same requests in full rows.
+Requests that rank 500 items for one user are compared with the same requests in full rows. Last, a two-tower
+model is asked for the best 10 items of catalogues.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ from monolith_bench.plain_server import BagsModel, FusedModel, plain_request, pl
 from monolith_bench.report import Report
 from monolith_bench.serve_load import COMMAND, LoadSeen, percentile
 from monolith_bench.served_deepfm import names_of, write_deepfm
+from monolith_bench.served_two_tower import write_two_tower
 
 NAME = "deepfm"
 START_SECONDS = 600.0
+BEST = 10
+"""How many items a top-k request asks for."""
 BARE = "the bare predictor"
 TORCH = "plain torch, eager"
 FUSED = "plain torch, eager, one table"
@@ -73,9 +77,9 @@ class ServeCase:
 def run(options: BenchServeOptions) -> int:
     """Measure, and print what was found."""
     options = quick(options) if options.quick else options
-    if min(options.batches) < 1 or min(options.connections) < 1 or options.rows < options.features:
+    if min(*options.batches, *options.connections, *options.catalogue) < 1 or options.rows < options.features:
         raise ConfigError(
-            "bench serve: batches, connections and rows must be at least 1, rows one per feature"
+            "bench serve: batches, connections, catalogue and rows must be at least 1, rows one per feature"
         )
     report = Report("serve")
     with tempfile.TemporaryDirectory(prefix="monolith-bench-", dir=options.folder) as folder:
@@ -89,6 +93,7 @@ def run(options: BenchServeOptions) -> int:
             measure_alone(report, predictor, options)
             measure_served(report, predictor, root, options)
             measure_ranking(report, root, options)
+        measure_topk(report, Path(folder), options)
     report.finish()
     if options.json:
         report.print_json()
@@ -97,7 +102,15 @@ def run(options: BenchServeOptions) -> int:
 
 def quick(options: BenchServeOptions) -> BenchServeOptions:
     return replace(
-        options, rows=2_600, processes=1, batches=(2,), connections=(2,), seconds=0.1, repeats=1, hidden=(8,)
+        options,
+        rows=2_600,
+        processes=1,
+        batches=(2,),
+        connections=(2,),
+        catalogue=(500,),
+        seconds=0.1,
+        repeats=1,
+        hidden=(8,),
     )
 
 
@@ -217,6 +230,33 @@ def measure_ranking(report: Report, root: Path, options: BenchServeOptions) -> N
                 if metric in found:  # a very short run has no processor time
                     report.compare(f"{case}, {way}", metric, found[metric][0], unit, {baseline: value})
     report.show("Ranking: one row of the user compared with full rows")
+
+
+def measure_topk(report: Report, folder: Path, options: BenchServeOptions) -> None:
+    """Ask a two-tower model for the best items of one user, one caller at a time."""
+    user = {"user": np.array([1])}
+    wires = {
+        "HTTP, JSON": ("http", http_request(user, search={"k": BEST})),
+        "gRPC": ("grpc", grpc_request(user, search={"k": BEST})),
+    }
+    for items in options.catalogue:
+        case = f"top {BEST} of {items:,} items"
+        report.say(case)
+        root = folder / f"two-tower-{items}"
+        write_two_tower(root, items, dim=options.dim, hidden=options.hidden, seed=options.seed)
+        with served(root) as ports:
+            for way, (kind, request) in wires.items():
+                wire = Wire(kind, ports[kind], int(ports["process"]), request)
+                seen = best_of(
+                    [
+                        over_wire(wire, ServeCase(1, 1), options.seconds / options.repeats)
+                        for _ in range(options.repeats)
+                    ]
+                )
+                note = f"{seen.failed} failed" if seen.failed else None
+                for metric, (value, unit) in _numbers(seen).items():
+                    report.add(f"{case}, {way}", metric, value, unit, note=note)
+    report.show(f"Top-k: the best {BEST} items for one user, one connection")
 
 
 def best_of(rounds: Sequence[LoadSeen]) -> LoadSeen:
@@ -373,18 +413,35 @@ def columns_of(options: BenchServeOptions, batch: int, count: int) -> list[dict[
     ]
 
 
-def grpc_request(columns: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
-    """Return a message with raw tensors."""
+def grpc_request(
+    columns: Mapping[str, np.ndarray[Any, Any]], *, search: Mapping[str, int] | None = None
+) -> bytes:
+    """Return a message with raw tensors.
+
+    Args:
+        search: The parameters of a top-k request; None asks for predictions.
+    """
     message = message_types().ModelInferRequest(model_name=NAME)
     for name, values in columns.items():
         message.inputs.add(name=name, datatype="INT64", shape=[len(values)])
         message.raw_input_contents.append(values.tobytes())
+    for name, number in (search or {}).items():
+        message.parameters[name].int64_param = number
     data: bytes = message.SerializeToString()
     return data
 
 
-def http_request(columns: Mapping[str, np.ndarray[Any, Any]], *, binary: bool = False) -> bytes:
-    """Return a request as it goes over the connection, with JSON or raw tensors behind it."""
+def http_request(
+    columns: Mapping[str, np.ndarray[Any, Any]],
+    *,
+    binary: bool = False,
+    search: Mapping[str, int] | None = None,
+) -> bytes:
+    """Return a request as it goes over the connection, with JSON or raw tensors behind it.
+
+    Args:
+        search: The parameters of a top-k request; None asks for predictions.
+    """
     raws: list[bytes] = []
     inputs: list[dict[str, Any]] = []
     for name, values in columns.items():
@@ -395,11 +452,12 @@ def http_request(columns: Mapping[str, np.ndarray[Any, Any]], *, binary: bool = 
         else:
             line["data"] = values.tolist()
         inputs.append(line)
-    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": binary}}).encode()
+    parameters = {"binary_data_output": binary, **(search or {})}
+    head = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
     length = f"Inference-Header-Content-Length: {len(head)}\r\n" if binary else ""
     body = b"".join([head, *raws])
     first = (
-        f"POST /v2/models/{NAME}/infer HTTP/1.1\r\nHost: localhost\r\n"
+        f"POST /v2/models/{NAME}/{'infer' if search is None else 'topk'} HTTP/1.1\r\nHost: localhost\r\n"
         f"Content-Length: {len(body)}\r\n{length}\r\n"
     )
     return first.encode() + body

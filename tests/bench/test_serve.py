@@ -71,6 +71,12 @@ def test_processor_time_is_reported_next_to_requests_per_second(report: dict[str
     assert {f"{CASE}, the bare predictor", f"{CASE}, in-process"} <= cases
 
 
+@pytest.mark.parametrize("way", ["HTTP, JSON", "gRPC"])
+def test_a_two_tower_model_is_asked_for_its_best_items(report: dict[str, Any], way: str) -> None:
+    found = {one["metric"] for one in report["results"] if one["case"] == f"top 10 of 500 items, {way}"}
+    assert {"requests_per_s", "p50", "p99"} <= found
+
+
 def test_the_processor_time_of_a_process_includes_its_children() -> None:
     work = "t = __import__('time'); [0 for _ in iter(lambda: t.process_time() < 0.2, False)]"
     parent = f"{work}; import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
