@@ -30,8 +30,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -319,14 +317,12 @@ class SummaryWriter:
         clock: Unix seconds, stamped on what is written.
         timer: Seconds that only grow.
 
-    The file is made with the first numbers: importing TensorBoard's writer would delay a run's first step.
     A disk that is full for a while costs the summaries of that while, with a warning; then another file is
     begun. TensorBoard shows both as one run.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
-        FilesystemError: The folder cannot be made or, from any later call, the file cannot be written, for a
-            reason that stays.
+        FilesystemError: The file cannot be made or, from any later call, written, for a reason that stays.
     """
 
     def __init__(
@@ -336,32 +332,26 @@ class SummaryWriter:
         clock: Callable[[], float] = concurrency.time,
         timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
-        if find_spec("tensorboard") is None:
-            raise MissingExtraError("tensorboard", "tensorboard", _PURPOSE)
+        try:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
+        except ImportError as cause:
+            raise MissingExtraError("tensorboard", "tensorboard", _PURPOSE) from cause
         self.folder = folder
         self._clock, self._timer = clock, timer
         self._closed = False
-        self._file: Any = None
-        """TensorBoard's writer; None before the first numbers."""
-        self._mark: Event | None = None
-        """Where the run resumes, until the file is there to say it."""
+        self._open: Callable[[], Any] = lambda: EventFileWriter(folder)
         self._again_at: float | None = None
         """When another file may be begun, after one that could not be written."""
-        self._lock = concurrency.Lock()
-        """One thread makes the file."""
-        if "://" not in folder:
-            try:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            except OSError as cause:
-                raise self._failed(cause) from cause
+        try:
+            self._file = self._open()
+        except OSError as cause:
+            raise self._failed(cause) from cause
 
     def start(self, step: int) -> None:
         """Mark that training resumes after `step`: readers then hide later steps of an earlier run."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        mark = Event(wall_time=self._clock(), step=step + 1, session_log=SessionLog(status=SessionLog.START))
-        with self._lock:
-            self._mark = mark
+        self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         self.scalars({tag: value}, step)
@@ -381,7 +371,7 @@ class SummaryWriter:
 
     def flush(self) -> None:
         """Wait until all is on disk."""
-        if self._file is not None and self._again_at is None:
+        if self._again_at is None:
             self._try(self._file.flush)
 
     def close(self) -> None:
@@ -389,7 +379,7 @@ class SummaryWriter:
         if self._closed:
             return
         self._closed = True
-        if self._file is not None and self._again_at is None:
+        if self._again_at is None:
             self._try(self._file.close)
 
     def __enter__(self) -> Self:
@@ -413,32 +403,24 @@ class SummaryWriter:
 
     def _add(self, event: Event) -> None:
         event.wall_time = self._clock()
-        if self._closed:
-            raise FilesystemError(f"cannot write summaries to {self.folder}: the writer is closed")
-        with self._lock:
-            if self._again_at is not None and self._timer() < self._again_at:
+        if self._again_at is not None:
+            if self._timer() < self._again_at:
                 return
-            if self._file is None or self._again_at is not None:
-                if not self._try(self._open):
-                    return
-                self._again_at = None
-            if self._mark is not None:
-                mark, self._mark = self._mark, None
-                self._try(lambda: self._file.add_event(mark))
-            self._try(lambda: self._file.add_event(event))
 
-    def _open(self) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
+            if not self._try(self._reopen):
+                return
+            self._again_at = None
+        self._try(lambda: self._file.add_event(event))
 
-        if self._file is not None:
-            with suppress(Exception):  # it could not be written before
-                self._file.close()
-            with suppress(FileNotFoundError):  # a remote folder
-                found = os.statvfs(self.folder)
-                # Each attempt leaves a thread behind if it fails, so first see whether it can succeed.
-                if found.f_bavail * found.f_frsize < _REOPEN_BYTES:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._file = EventFileWriter(self.folder)
+    def _reopen(self) -> None:
+        with suppress(Exception):  # it could not be written before
+            self._file.close()
+        with suppress(FileNotFoundError):  # a remote folder
+            found = os.statvfs(self.folder)
+            # Each attempt leaves a thread behind if it fails, so first see whether it can succeed.
+            if found.f_bavail * found.f_frsize < _REOPEN_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._file = self._open()
 
     def _try(self, act: Callable[[], object]) -> bool:
         """Write; return whether that went well. A full disk is warned about once, and tried again later."""
