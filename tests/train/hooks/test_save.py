@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from train.runs import At, FakeClock, FakeRun, result, train
@@ -994,10 +995,10 @@ def test_a_save_has_descriptors_in_reserve_when_connections_have_taken_all_other
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     checkpoints, clock = OpensFiles(), FakeClock()
     with ExitStack() as stack:
-        probe = os.dup(0)
+        # Earlier tests may have left gaps below it.
+        highest = max(int(one.name) for one in Path("/proc/self/fd").iterdir())
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (probe + 200, hard))
-        os.close(probe)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 200, hard))
 
         def step(run: FakeRun) -> None:
             if run.step != 9:
