@@ -544,10 +544,12 @@ class _CopyTarget(TableTarget):
         """Change nothing from now on."""
         with self._lock:
             self._over = True
+            self._waiting.clear()
 
     def apply(self, rows: Mapping[str, Rows], removed: Mapping[str, Tensor]) -> None:
         with self._lock:
-            self._waiting.append((rows, removed))
+            if not self._over:
+                self._waiting.append((rows, removed))
 
     def begin_snapshot(self, shard: IdShard, buckets: Tensor | None) -> None:
         with self._lock:
