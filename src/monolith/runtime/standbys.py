@@ -456,8 +456,9 @@ class StandbyCopy(Generic[H]):
     def follow(self, follows: FollowShard) -> None:
         """Follow another incarnation of the same share, whose server was replaced.
 
-        What is there stays until it is replaced by what comes, so a copy that was whole can take over at any
-        moment: the rows are then of both, and the pushes are those of the older at least.
+        The rows that are there stay until they are replaced, so a copy that was whole can take over while the
+        snapshot of the new server arrives: the rows are then of both servers, and the pushes those of the
+        older. Between the end of that snapshot and the next delta it cannot, see `whole`.
         """
         if (followed := self.followed) is not None:
             self._was_whole, self._was_received_at = self.whole, followed.received_at
