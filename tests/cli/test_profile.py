@@ -168,7 +168,8 @@ def test_a_training_is_profiled_by_its_model_dir_its_name_and_its_pid(
         # Jobs that other tests run at the moment without a folder of their own may be listed first.
         told = capsys.readouterr().err
         assert "Running now:\n  pid " in told
-        assert f"\n  pid {pid}  worker-0  deepfm {tmp_path / 'run'}\n" in told
+        listed = [line.split(maxsplit=3) for line in told.splitlines()]
+        assert ["pid", pid, "worker-0", f"deepfm {tmp_path / 'run'}"] in listed
 
 
 @pytest.mark.usefixtures("runtime")
