@@ -661,6 +661,12 @@ MUTANTS = {
     "deleted_too_early": Mutant(
         "publishing", "Messages in Kafka are deleted that a new reader needs.", _deleted_too_early, 1
     ),
+    "run_not_named": Mutant(
+        "elastic",
+        "The only worker of a run leases files under another name after a restart.",
+        lambda: [(LeasedFiles, "read_for", lambda self, run: None)],  # noqa: ARG005
+        29,
+    ),
     "given_back_from_its_start": Mutant(
         "elastic",
         "A file that a worker returns to the queue is read again from its start.",
