@@ -80,6 +80,17 @@ def _applied_twice() -> Sequence[Patch]:
     return [(AppliedPushes, "once", lambda self, sender, number, apply, again: apply())]  # noqa: ARG005
 
 
+def _sender_forgotten() -> Sequence[Patch]:
+    right = AppliedPushes._of
+
+    def forgetting(self: AppliedPushes, sender: str, number: int) -> Any:
+        for other in [name for name, one in self._senders.items() if name != sender and not one.under_way]:
+            del self._senders[other]
+        return right(self, sender, number)
+
+    return [(AppliedPushes, "_of", forgetting)]
+
+
 def _pushes_not_awaited() -> Sequence[Patch]:
     return [(ServerPlacement, "settle", lambda self: None)]  # noqa: ARG005
 
@@ -520,6 +531,12 @@ MUTANTS = {
     ),
     "applied_twice": Mutant(
         "fleet", "A server applies a push again that its caller has sent again.", _applied_twice, 82
+    ),
+    "sender_forgotten": Mutant(
+        "fleet",
+        "A server forgets which pushes of a sender it has applied when another one pushes.",
+        _sender_forgotten,
+        159,
     ),
     "pushes_not_awaited": Mutant(
         "fleet",
