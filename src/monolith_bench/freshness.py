@@ -222,7 +222,7 @@ def measure_file(report: Report, job: FreshnessJob, root: Path, options: BenchFr
 def measure_lists(report: Report, root: Path, options: BenchFreshnessOptions) -> None:
     """Wait until lists of best items have new items, and until they have removed ones no more."""
     # Linear towers that end in fewer floats than they begin with: a row that moves by the gradient of one
-    # event then moves the item's vector towards the user's, nearer than any of the others are by chance.
+    # event then moves the item's vector towards the user's, nearer than any other item is by chance.
     job = replace(job_of(options, root), towers=True, dim=64, hidden=(), out=32)
     job = replace(job, rows=options.catalogue, remove_after=_REMOVE_AFTER)
     report.say(f"making and exporting a two-tower model of {job.rows:,} users and items")
