@@ -80,6 +80,17 @@ def _applied_twice() -> Sequence[Patch]:
     return [(AppliedPushes, "once", lambda self, sender, number, apply, again: apply())]  # noqa: ARG005
 
 
+def _sender_forgotten() -> Sequence[Patch]:
+    right = AppliedPushes._of
+
+    def forgetting(self: AppliedPushes, sender: str, number: int) -> Any:
+        for other in [name for name, one in self._senders.items() if name != sender and not one.under_way]:
+            del self._senders[other]
+        return right(self, sender, number)
+
+    return [(AppliedPushes, "_of", forgetting)]
+
+
 def _pushes_not_awaited() -> Sequence[Patch]:
     return [(ServerPlacement, "settle", lambda self: None)]  # noqa: ARG005
 
@@ -536,6 +547,12 @@ MUTANTS = {
     "applied_twice": Mutant(
         "fleet", "A server applies a push again that its caller has sent again.", _applied_twice, 82
     ),
+    "sender_forgotten": Mutant(
+        "fleet",
+        "A server forgets which pushes of a sender it has applied when another one pushes.",
+        _sender_forgotten,
+        159,
+    ),
     "pushes_not_awaited": Mutant(
         "fleet",
         "A worker reports its position while its pushes are on the way.",
@@ -658,6 +675,12 @@ MUTANTS = {
     ),
     "deleted_too_early": Mutant(
         "publishing", "Messages in Kafka are deleted that a new reader needs.", _deleted_too_early, 1
+    ),
+    "run_not_named": Mutant(
+        "elastic",
+        "The only worker of a run leases files under another name after a restart.",
+        lambda: [(LeasedFiles, "read_for", lambda self, run: None)],  # noqa: ARG005
+        29,
     ),
     "given_back_from_its_start": Mutant(
         "elastic",
