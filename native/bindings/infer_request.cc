@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -12,6 +13,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "arrays.h"
@@ -83,7 +85,8 @@ void make_plan(RequestPlan* self, const std::vector<InputTuple>& inputs, const s
   new (self) RequestPlan(std::move(wanted), std::move(features), std::move(floats));
 }
 
-std::optional<PackedRows> pack(const RequestPlan& plan, const WireRequest& request) {
+std::optional<std::variant<PackedRows, PackedRanking>> pack(const RequestPlan& plan,
+                                                            const WireRequest& request) {
   std::optional<GilReleased> unlocked;
   if (request.buffer.size() >= kLargeBytes) unlocked.emplace();
   return plan.pack(request.read);
@@ -92,6 +95,16 @@ std::optional<PackedRows> pack(const RequestPlan& plan, const WireRequest& reque
 PackedRows join_rows(const std::vector<const PackedRows*>& parts) {
   GilReleased unlocked;
   return PackedRows::joined(parts);
+}
+
+PackedRanking join_rankings(const std::vector<const PackedRanking*>& parts) {
+  GilReleased unlocked;
+  return PackedRanking::joined(parts);
+}
+
+std::optional<PackedRows> full_rows(const PackedRanking& ranking, std::size_t most) {
+  GilReleased unlocked;
+  return ranking.full(most);
 }
 
 // A view of what some rows own, which keeps them alive. Not const, because torch takes no other; no code
@@ -132,6 +145,19 @@ void bind_infer_request(nb::module_& m) {
           "floats", [](nb::handle self) { return view(self, nb::cast<const PackedRows&>(self).floats); },
           nb::sig("def floats(self) -> NDArray[numpy.float32]"), "Feature after feature.")
       .def("part", &PackedRows::part, "begin"_a, "end"_a, "Some of the rows.");
+  nb::class_<PackedRanking>(
+      m, "PackedRanking", "Ranking requests: the features of users, and of the items of each. Never changes.")
+      .def_prop_ro(
+          "own", [](const PackedRanking& self) { return nb::bytes(self.own.data(), self.own.size()); },
+          "By input of the plan: 1 if it has a row per item, 0 if it has one per user.")
+      .def_ro("shared", &PackedRanking::shared, "The features of users, a row each.")
+      .def_ro("items", &PackedRanking::items, "The other features, a row per item.")
+      .def_prop_ro(
+          "counts", [](nb::handle self) { return view(self, nb::cast<const PackedRanking&>(self).counts); },
+          nb::sig("def counts(self) -> NDArray[numpy.int64]"), "Items of each user.")
+      .def("part", &PackedRanking::part, "begin"_a, "end"_a, "Some of the items of the only user.")
+      .def("full", &full_rows, "most"_a,
+           "A row per item with all features; None if it has more than `most` ids or numbers.");
   nb::class_<RequestPlan>(m, "RequestPlan", "How the inputs of a model become its features. Thread-safe.")
       .def("__init__", &make_plan, "inputs"_a, "ids"_a, "floats"_a,
            "Inputs are (name, type, whether of one dimension); ids are (number of the input, kind, "
@@ -140,6 +166,7 @@ void bind_infer_request(nb::module_& m) {
            "The features of a request; None if it does not have exactly the inputs of the model, or a value "
            "cannot be read.");
   m.def("join_rows", &join_rows, "parts"_a, "Rows that one plan has packed, one after another.");
+  m.def("join_rankings", &join_rankings, "parts"_a, "The same of ranking requests with equal `own`.");
   m.def(
       "read_grpc_request",
       [](nb::bytes message) {

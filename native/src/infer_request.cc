@@ -418,18 +418,47 @@ RequestPlan::RequestPlan(std::vector<Input> inputs, std::vector<IdFeature> ids,
   if (!fits) throw std::invalid_argument("a feature reads an input that is not there, or of another type");
 }
 
-std::optional<PackedRows> RequestPlan::pack(const InferRequest& request) const {
+std::optional<std::variant<PackedRows, PackedRanking>> RequestPlan::pack(const InferRequest& request) const {
   if (request.inputs.size() != inputs_.size() || inputs_.empty()) return std::nullopt;
-  const std::size_t rows = request.inputs[0].rows;
-  std::vector<const InferRequest::Input*> given(inputs_.size());
+  std::size_t most = 1;
+  bool has_one = false;
+  Given given(inputs_.size());
   for (const InferRequest::Input& input : request.inputs) {
     const auto place = places_.find(input.name);
-    if (place == places_.end() || given[place->second] != nullptr || input.rows != rows) return std::nullopt;
+    if (place == places_.end() || given[place->second] != nullptr) return std::nullopt;
     const Input& wanted = inputs_[place->second];
     if (input.type != wanted.type || (!input.is_flat && !wanted.is_flat)) return std::nullopt;
+    if (input.rows == 1) {
+      has_one = true;
+    } else if (most != 1 && input.rows != most) {
+      return std::nullopt;
+    } else {
+      most = input.rows;
+    }
     given[place->second] = &input;
   }
-  PackedRows packed{rows, ids_.size(), floats_.size(), {}, {}, {}};
+  if (most == 1 || !has_one) {
+    std::optional<PackedRows> packed = pack_side(request, given, most);
+    if (!packed) return std::nullopt;
+    return std::move(*packed);
+  }
+  std::optional<PackedRows> shared = pack_side(request, given, 1);
+  std::optional<PackedRows> items = pack_side(request, given, most);
+  if (!shared || !items) return std::nullopt;
+  PackedRanking ranking;
+  for (const InferRequest::Input* const input : given) ranking.own += static_cast<char>(input->rows != 1);
+  for (const IdFeature& feature : ids_) ranking.own_ids.push_back(given[feature.input]->rows != 1);
+  for (const std::size_t place : floats_) ranking.own_floats.push_back(given[place]->rows != 1);
+  ranking.shared = std::move(*shared);
+  ranking.items = std::move(*items);
+  ranking.counts = {static_cast<std::int64_t>(most)};
+  return ranking;
+}
+
+std::optional<PackedRows> RequestPlan::pack_side(const InferRequest& request, const Given& given,
+                                                 std::size_t rows) const {
+  PackedRows packed;
+  packed.rows = rows;
   std::vector<std::int64_t> one_each(rows + 1);
   std::iota(one_each.begin(), one_each.end(), 0);
   PackedIds ids;
@@ -438,6 +467,8 @@ std::optional<PackedRows> RequestPlan::pack(const InferRequest& request) const {
   ids.splits.push_back(0);
   for (const IdFeature& feature : ids_) {
     const InferRequest::Input& input = *given[feature.input];
+    if (input.rows != rows) continue;
+    ++packed.id_features;
     RawIds raw{feature.kind, {}, {}, {}, one_each, feature.boundaries, feature.separator, feature.id};
     if (input.type == WireType::kTexts) {
       if (!add_text_ids(raw, std::span(request.texts).subspan(input.begin, rows), ids)) return std::nullopt;
@@ -453,6 +484,8 @@ std::optional<PackedRows> RequestPlan::pack(const InferRequest& request) const {
   packed.splits = std::move(ids.splits);
   packed.floats.reserve(floats_.size() * rows);
   for (const std::size_t place : floats_) {
+    if (given[place]->rows != rows) continue;
+    ++packed.float_features;
     const auto values = std::span(request.floats).subspan(given[place]->begin, rows);
     bool fine = true;
     for (const float value : values) fine &= std::isfinite(value);
@@ -498,6 +531,56 @@ PackedRows PackedRows::joined(std::span<const PackedRows* const> parts) {
       const float* const values = part->floats.data() + feature * part->rows;
       found.floats.insert(found.floats.end(), values, values + part->rows);
     }
+  return found;
+}
+
+PackedRanking PackedRanking::part(std::size_t begin, std::size_t end) const {
+  if (counts.size() != 1) throw std::invalid_argument("part: there must be one user");
+  PackedRanking found{own, own_ids, own_floats, shared, items.part(begin, end), {}};
+  found.counts = {static_cast<std::int64_t>(end - begin)};
+  return found;
+}
+
+PackedRanking PackedRanking::joined(std::span<const PackedRanking* const> parts) {
+  if (parts.empty()) throw std::invalid_argument("joined: there must be users");
+  std::vector<const PackedRows*> shared, items;
+  PackedRanking found{parts[0]->own, parts[0]->own_ids, parts[0]->own_floats, {}, {}, {}};
+  for (const PackedRanking* const part : parts) {
+    if (part->own != found.own) throw std::invalid_argument("joined: requests have other inputs of users");
+    shared.push_back(&part->shared);
+    items.push_back(&part->items);
+    found.counts.insert(found.counts.end(), part->counts.begin(), part->counts.end());
+  }
+  found.shared = PackedRows::joined(shared);
+  found.items = PackedRows::joined(items);
+  return found;
+}
+
+std::optional<PackedRows> PackedRanking::full(std::size_t most) const {
+  PackedRows found{items.rows, own_ids.size(), own_floats.size(), {}, {0}, {}};
+  std::size_t of_shared = 0, of_items = 0;
+  for (const bool is_own : own_ids) {
+    const PackedRows& side = is_own ? items : shared;
+    const std::int64_t* const cells = side.splits.data() + (is_own ? of_items : of_shared)++ * side.rows;
+    for (std::size_t row = 0; row < side.rows; ++row) {
+      const std::span<const std::int64_t> cell(side.ids.data() + cells[row],
+                                               side.ids.data() + cells[row + 1]);
+      for (std::int64_t left = is_own ? 1 : counts[row]; left > 0; --left) {
+        if (found.ids.size() + cell.size() > most) return std::nullopt;
+        found.ids.insert(found.ids.end(), cell.begin(), cell.end());
+        found.splits.push_back(static_cast<std::int64_t>(found.ids.size()));
+      }
+    }
+  }
+  if (items.rows * own_floats.size() > most) return std::nullopt;
+  of_shared = of_items = 0;
+  for (const bool is_own : own_floats) {
+    const PackedRows& side = is_own ? items : shared;
+    const float* const values = side.floats.data() + (is_own ? of_items : of_shared)++ * side.rows;
+    for (std::size_t row = 0; row < side.rows; ++row)
+      found.floats.insert(found.floats.end(), is_own ? 1 : static_cast<std::size_t>(counts[row]),
+                          values[row]);
+  }
   return found;
 }
 

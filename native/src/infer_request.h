@@ -16,6 +16,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <variant>
 #include <vector>
 
 #include "cells.h"
@@ -65,6 +66,24 @@ struct PackedRows {
   static PackedRows joined(std::span<const PackedRows* const> parts);
 };
 
+// Ranking requests: the features of users, one row each, and those of the items of each user. A feature is a
+// user's if its input has one row while others have more.
+//
+//     user [ann]  age [31]  item [7 8 9]     own 0 0 1, shared: 1 row of user and age, items: 3 rows of item
+struct PackedRanking {
+  std::string own;                        // by input of the plan: 1 if it has a row per item, otherwise 0
+  std::vector<bool> own_ids, own_floats;  // the same by feature
+  PackedRows shared, items;               // features of either side, in the order of the plan
+  std::vector<std::int64_t> counts;       // items of each user
+
+  // Some of the items of the only user.
+  PackedRanking part(std::size_t begin, std::size_t end) const;
+  // Several, which were packed by one plan and have the same inputs of users, one after another.
+  static PackedRanking joined(std::span<const PackedRanking* const> parts);
+  // A row per item with all features; nothing if it has more than `most` ids or numbers.
+  std::optional<PackedRows> full(std::size_t most) const;
+};
+
 // How the inputs of one model become its features. Immutable.
 class RequestPlan {
  public:
@@ -85,11 +104,17 @@ class RequestPlan {
   // Throws std::invalid_argument for a name twice, or a feature of no input.
   RequestPlan(std::vector<Input> inputs, std::vector<IdFeature> ids, std::vector<std::size_t> floats);
 
-  // Nothing unless the request has exactly the inputs of the model, of as many rows each, and every value can
-  // be read.
-  std::optional<PackedRows> pack(const InferRequest& request) const;
+  // Nothing unless the request has exactly the inputs of the model, of as many rows each or of one row next
+  // to others of more, and every value can be read.
+  std::optional<std::variant<PackedRows, PackedRanking>> pack(const InferRequest& request) const;
 
  private:
+  using Given = std::vector<const InferRequest::Input*>;  // by number of the input
+
+  // The features whose inputs have so many rows.
+  std::optional<PackedRows> pack_side(const InferRequest& request, const Given& given,
+                                      std::size_t rows) const;
+
   const std::vector<Input> inputs_;
   const std::vector<IdFeature> ids_;
   const std::vector<std::size_t> floats_;

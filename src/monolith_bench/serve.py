@@ -43,12 +43,13 @@ from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.inference import Inference, InferRequest
 from monolith.serve.server.tensors import WireTensor
 from monolith.wire.open_inference import message_types
+from monolith_bench.marked_events import FreshnessJob
+from monolith_bench.marked_trainer import export_filled
 from monolith_bench.options import BenchServeOptions
 from monolith_bench.plain_server import BagsModel, FusedModel, plain_request, plain_server
 from monolith_bench.report import Report
 from monolith_bench.serve_load import COMMAND, LoadSeen, percentile
 from monolith_bench.served_deepfm import names_of, write_deepfm
-from monolith_bench.served_two_tower import write_two_tower
 
 NAME = "deepfm"
 START_SECONDS = 600.0
@@ -243,7 +244,10 @@ def measure_topk(report: Report, folder: Path, options: BenchServeOptions) -> No
         case = f"top {BEST} of {items:,} items"
         report.say(case)
         root = folder / f"two-tower-{items}"
-        write_two_tower(root, items, dim=options.dim, hidden=options.hidden, seed=options.seed)
+        job = FreshnessJob(
+            model_dir="", rows=items, dim=options.dim, hidden=options.hidden, seed=options.seed, towers=True
+        )
+        export_filled(job, root)
         with served(root) as ports:
             for way, (kind, request) in wires.items():
                 wire = Wire(kind, ports[kind], int(ports["process"]), request)

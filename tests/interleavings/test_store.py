@@ -30,7 +30,7 @@ HERE = sys.modules[__name__]
 # Pushes at a server
 
 
-def pushed_again(senders: int = 4096) -> Callable[[], None]:
+def pushed_again(senders: int | None = None) -> Callable[[], None]:
     """Two connections of a worker bring the same pushes, out of order; another worker pushes meanwhile."""
 
     def scenario() -> None:
@@ -98,7 +98,7 @@ def refused() -> None:
     "scenario",
     [
         pytest.param(pushed_again(), id="again"),
-        pytest.param(pushed_again(senders=2), id="as many senders as are remembered"),
+        pytest.param(pushed_again(senders=2), id="as many senders as there may be"),
         copied,
         refused,
     ],

@@ -142,7 +142,7 @@ def ready(name: str) -> SimpleNamespace:
         rows=rows,
         graph=graph,
         full=full,
-        ranking=CandidateRunner(servable, graph, rows, workers),
+        ranking=CandidateRunner(servable, graph, rows, workers, [one.name for one in reader.inputs]),
         asked=lambda: find_candidates(COLUMNS, [one.name for one in reader.inputs]),
     )
 

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from services.properties import tries
 
 from monolith import native
-from monolith.errors import RequestError
+from monolith.errors import RequestError, RequestTooLargeError
 from monolith.feature import Batch, BucketFeature, FeatureSpec, FloatFeature, IdFeature, Label
+from monolith.serve.candidates import CandidateColumns
 from monolith.serve.manifest import Signature
 from monolith.serve.request_reader import RequestReader
 from monolith.serve.server.grpc_port import _tensors
 from monolith.serve.server.http_bodies import _inputs
-from monolith.serve.server.tensors import PACKED, RequestColumns, columns_of, merged
+from monolith.serve.server.tensors import RequestColumns, columns_of, merged
 from monolith.wire.open_inference import message_types
 
 Columns = Mapping[str, tuple[str, list[Any]]]
@@ -56,11 +57,15 @@ values = {
 
 @st.composite
 def requests(draw) -> Columns:
+    """Return a request; of some columns it may have one row, which holds for all."""
     rows = draw(st.integers(1, 5))
     names = draw(st.permutations(sorted(values)))
-    return {
-        name: (DATATYPES[name], draw(st.lists(values[name], min_size=rows, max_size=rows))) for name in names
-    }
+    shared = draw(st.just(frozenset()) | st.frozensets(st.sampled_from(names)))
+    found = {}
+    for name in names:
+        size = 1 if name in shared else rows
+        found[name] = (DATATYPES[name], draw(st.lists(values[name], min_size=size, max_size=size)))
+    return found
 
 
 def raw_of(datatype: str, given: list[Any]) -> bytes:
@@ -99,7 +104,7 @@ def http_body(columns: Columns, *, binary: bool = False, **more: Any) -> tuple[b
     return b"".join([head, *raws]), len(head)
 
 
-def by_core(message: bytes, head: int | None) -> native.PackedRows | None:
+def by_core(message: bytes, head: int | None) -> native.PackedRows | native.PackedRanking | None:
     read = native.read_grpc_request(message) if head is None else native.read_http_request(message, head)
     return None if read is None else READER.pack(read)
 
@@ -109,7 +114,8 @@ def by_python(message: bytes, head: int | None) -> Batch:
         tensors = _tensors(message_types().ModelInferRequest.FromString(message))
     else:
         tensors = list(_inputs(json.loads(message[:head]), memoryview(message)[head:]))
-    return READER.batch(columns_of(tensors, SIGNATURE).asked)
+    asked = columns_of(tensors, SIGNATURE).asked
+    return READER.batch(asked.full() if isinstance(asked, CandidateColumns) else asked)
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -145,6 +151,51 @@ def test_a_usual_request_is_packed_as_columns_are_read(form):
     packed = by_core(message, head)
     assert packed is not None
     assert same(READER.batch(packed), by_python(message, head))
+
+
+RANKING: Columns = {
+    **USUAL,
+    "user": ("BYTES", ["ann"]),
+    "tags": ("BYTES", ["a|b"]),
+    "age": ("FP32", [30.0]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_ranking_request_is_packed_with_the_row_of_its_user_once(form):
+    message, head = FORMS[form](RANKING)
+    packed = by_core(message, head)
+    assert isinstance(packed, native.PackedRanking)
+    assert (packed.shared.rows, packed.items.rows, packed.counts.tolist()) == (1, 3, [3])
+    assert len(packed.shared.ids) == 4  # of ann, a and b, and a bucket
+    is_own = dict(zip((one.name for one in READER.inputs), packed.own, strict=True))
+    assert {name for name, own in is_own.items() if own} == {"item", "texts", "price"}
+    assert same(READER.batch(packed), by_python(message, head))
+
+
+def test_ranking_requests_are_merged_and_cut_as_columns_are():
+    message, head = FORMS["grpc raw"](RANKING)
+    packed = by_core(message, head)
+    assert isinstance(packed, native.PackedRanking)
+    whole = RequestColumns.of_packed(packed)
+    pieces = [whole.part(0, 1), whole.part(1, 3)]
+    assert [piece.rows for piece in pieces] == [1, 2]
+    assert same(READER.batch(merged(pieces)), READER.batch(packed))
+    twice = {
+        name: (datatype, some * (2 if len(some) > 1 else 6)) for name, (datatype, some) in RANKING.items()
+    }
+    assert same(READER.batch(merged([whole, whole])), by_python(*FORMS["grpc raw"](twice)))
+
+
+def test_a_row_that_would_take_too_much_memory_for_each_item_is_refused():
+    tags = "|".join(["t"] * 2000)
+    columns: Columns = {name: (kind, some * 3000) for name, (kind, some) in USUAL.items()} | {
+        "tags": ("BYTES", [tags])
+    }
+    packed = by_core(*FORMS["grpc raw"](columns))
+    assert isinstance(packed, native.PackedRanking)
+    with pytest.raises(RequestTooLargeError, match="Send fewer items"):
+        READER.batch(packed)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -267,7 +318,7 @@ def test_packed_rows_are_merged_and_cut_as_columns_are():
     message, head = FORMS["grpc raw"](USUAL)
     packed = by_core(message, head)
     assert packed is not None
-    whole = RequestColumns(packed, 3, PACKED)
+    whole = RequestColumns.of_packed(packed)
     pieces = [whole.part(0, 1), whole.part(1, 3)]
     assert [piece.rows for piece in pieces] == [1, 2]
     assert same(READER.batch(merged(pieces)), READER.batch(packed))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
 
-from monolith.errors import ClusterError, RequestError, TableArgumentError
+from monolith.errors import ClusterError, TableArgumentError, UnavailableError
 from monolith.store.pushes import REMEMBERED, AppliedPushes, KnownPushes
 
 
@@ -45,7 +45,9 @@ def test_a_number_too_old_to_remember_is_refused() -> None:
     push(applied, "a", 1)
     push(applied, "a", REMEMBERED + 1)
     for old in (1, 0):
-        with pytest.raises(RequestError, match=rf"push {old} is too old .* sender is at {REMEMBERED + 1}"):
+        with pytest.raises(
+            UnavailableError, match=rf"push {old} is too old .* sender is at {REMEMBERED + 1}"
+        ):
             push(applied, "a", old)
     assert push(applied, "a", 2) == "applied", "one that never came, and is not too old"
 
@@ -57,7 +59,7 @@ def test_a_server_that_took_over_accepts_a_sender_in_the_middle_of_its_sequence(
         "applied",
         "from memory",
     ]
-    with pytest.raises(RequestError, match="too old"):
+    with pytest.raises(UnavailableError, match="too old"):
         push(applied, "a", 5)
 
 
@@ -104,10 +106,7 @@ def test_one_that_comes_again_while_it_is_applied_waits_for_the_first() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    applied = AppliedPushes(senders=2)
-    for sender in ("a", "b", "a", "c"):
-        push(applied, sender, 1)
-    assert [push(applied, sender, 1) for sender in "ac"] == ["from memory"] * 2
+    applied = AppliedPushes()
     for number in range(1, 20 * REMEMBERED, 1000):
         push(applied, "a", number)
     assert len(applied._senders["a"].missing) <= REMEMBERED
@@ -141,14 +140,23 @@ def test_a_push_that_is_under_way_does_not_count_as_applied() -> None:
     assert known == {"a": KnownPushes(highest=2, missing=(2,))}
 
 
-def test_that_a_sender_is_forgotten_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sender_that_was_silent_while_thousands_pushed_has_no_push_applied_twice() -> None:
+    applied = AppliedPushes()
+    push(applied, "silent", 1)
+    for other in range(5_000):
+        push(applied, f"other-{other}", 1)
+    assert push(applied, "silent", 1) == "from memory"
+
+
+def test_one_sender_too_many_is_refused_and_all_others_stay_known() -> None:
     applied = AppliedPushes(senders=2)
     for sender in "ab":
         push(applied, sender, 1)
-    assert not caplog.records
-    push(applied, "c", 1)
-    assert "forgot which pushes of 1 others were applied" in caplog.text
-    assert push(applied, "b", 1) == "from memory"
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match=r"2 senders have pushed .* Nothing was applied"):
+            push(applied, "c", 1)
+    assert [push(applied, sender, 1) for sender in "ab"] == ["from memory"] * 2
+    assert push(applied, "a", 2) == "applied"
 
 
 def test_no_push_is_applied_while_the_rows_are_still() -> None:

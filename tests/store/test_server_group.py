@@ -22,7 +22,7 @@ from monolith.errors import (
     MonolithError,
     UnavailableError,
 )
-from monolith.store import DenseShard, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
+from monolith.store import DenseShard, LocalStore, ParameterServer, ParameterServerStore, ServerGroup, pushes
 
 pytest.importorskip("pyarrow")
 
@@ -385,6 +385,23 @@ def test_two_groups_are_two_senders(stack: ExitStack) -> None:
     for _ in range(2):
         ParameterServerStore(group_of(stack, server), 0, CONFIGS).push_dense()
     assert server.step == 2
+
+
+def test_a_sender_that_a_server_cannot_remember_is_refused_until_its_state_is_restored(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pushes, "MOST_SENDERS", 1)
+    (server,) = serve(stack, CONFIGS, 1)
+    first, second = (group_of(stack, server) for _ in range(2))
+    request: dict[int, Any] = {0: ({"names": []}, b"")}
+    first.push("push_dense", request)
+    with pytest.raises(UnavailableError, match="1 senders have pushed"):  # failover retries this error
+        second.push("push_dense", request)
+    first.exchange("push_dense", {0: ({"names": [], "sender": first.sender, "number": 1}, b"")})
+    assert server.step == 1, "neither applied nor forgotten"
+    server.replace([], DenseShard({}, None, (0, 1)), incarnation=server.incarnation)
+    second.push("push_dense", request)
+    assert server.step == 1
 
 
 def test_another_run_remembers_no_numbers_of_the_one_before(stack: ExitStack) -> None:

@@ -1015,6 +1015,35 @@ class PackedRows:
     def part(self, begin: int, end: int) -> PackedRows:
         """Some of the rows."""
 
+class PackedRanking:
+    """
+    Ranking requests: the features of users, and of the items of each. Never changes.
+    """
+
+    @property
+    def own(self) -> bytes:
+        """By input of the plan: 1 if it has a row per item, 0 if it has one per user."""
+
+    @property
+    def shared(self) -> PackedRows:
+        """The features of users, a row each."""
+
+    @property
+    def items(self) -> PackedRows:
+        """The other features, a row per item."""
+
+    @property
+    def counts(self) -> NDArray[numpy.int64]:
+        """Items of each user."""
+
+    def part(self, begin: int, end: int) -> PackedRanking:
+        """Some of the items of the only user."""
+
+    def full(self, most: int) -> PackedRows | None:
+        """
+        A row per item with all features; None if it has more than `most` ids or numbers.
+        """
+
 class RequestPlan:
     """How the inputs of a model become its features. Thread-safe."""
 
@@ -1023,13 +1052,16 @@ class RequestPlan:
         Inputs are (name, type, whether of one dimension); ids are (number of the input, kind, boundaries, separator, slot); floats are numbers of inputs.
         """
 
-    def pack(self, request: WireRequest) -> PackedRows | None:
+    def pack(self, request: WireRequest) -> PackedRows | PackedRanking | None:
         """
         The features of a request; None if it does not have exactly the inputs of the model, or a value cannot be read.
         """
 
 def join_rows(parts: Sequence[PackedRows]) -> PackedRows:
     """Rows that one plan has packed, one after another."""
+
+def join_rankings(parts: Sequence[PackedRanking]) -> PackedRanking:
+    """The same of ranking requests with equal `own`."""
 
 def read_grpc_request(message: bytes) -> WireRequest | None:
     """
@@ -1280,6 +1312,11 @@ def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] 
 def hash_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], columns: Sequence[tuple[int, bool]], seed: int) -> NDArray[numpy.uint64]:
     """
     A hash of what each of these rows has in some columns, given as (number, whether it holds times).
+    """
+
+def permutation(count: int, state: int) -> NDArray[numpy.int64]:
+    """
+    The numbers from 0 to `count` - 1 in an order that `state` decides: by mix(mix(i ^ state) + state).
     """
 
 class CudaError(RuntimeError):

@@ -6,6 +6,9 @@ A column with one row, next to columns of n rows, holds for all n. Its IDs are r
 the part of the dense half that depends on such columns alone is computed once (`split_graph`). A batch of
 several requests has a row of each user, and the number of items of each. A dense half that is a Python module
 or a compiled package gets full rows instead.
+
+A server packs both sides out of the bytes of a request (`native.PackedRanking`); other requests come as
+`CandidateColumns`.
 """
 
 from __future__ import annotations
@@ -22,13 +25,12 @@ from torch import Tensor
 
 from monolith import concurrency, native
 from monolith.errors import ExportError, RequestTooLargeError
-from monolith.feature import CrossFeature, FeatureSpec, Gatherer
+from monolith.feature import Batch, CrossFeature, FeatureSpec, Gatherer
 from monolith.serve.dense import DenseGraph, SplitDense
 from monolith.serve.manifest import Servable, ServableCollection, ServableLayout
-from monolith.serve.request_reader import Kind, RequestReader
+from monolith.serve.request_reader import MOST_REPEATED, Kind, RequestReader
 from monolith.serve.rows import FoundRows, RowSource
 from monolith.serve.split_graph import SplitInput
-from monolith.store import TableIds
 from monolith.tensors import RaggedTensor
 from monolith.wire.open_inference import SPLITS
 
@@ -36,8 +38,6 @@ _log = logging.getLogger(__name__)
 
 _MOST_SPLITS = 16
 """Ways of a model to tell columns of users from columns of items; requests in further ways get full rows."""
-_MOST_REPEATED = 1 << 24
-"""Values or bytes of one column that is repeated for each item."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,12 +68,11 @@ class CandidateColumns:
         found: dict[str, Any] = {}
         for name in names:
             column, splits = self.shared[name], self.shared.get(name + SPLITS)
-            # A few bytes of a request must not become gigabytes: one long list, and many items.
             size = _size(column) * int(self.counts.max(initial=0))
-            if size > _MOST_REPEATED:
+            if size > MOST_REPEATED:
                 raise RequestTooLargeError(
                     f"column {name!r} has one row for all items, and would have {size} values or bytes if it "
-                    f"is repeated for each; the most are {_MOST_REPEATED}. Send fewer items in a request."
+                    f"is repeated for each; the most are {MOST_REPEATED}. Send fewer items in a request."
                 )
             if splits is not None:
                 found[name], found[name + SPLITS] = _repeat_lists(column, np.asarray(splits), self.counts)
@@ -176,10 +175,16 @@ class CandidateRunner:
         graph: Its dense half.
         rows: Looks up rows.
         workers: Threads for large batches.
+        inputs: The columns that it reads, in the order of the plan that packs requests.
     """
 
     def __init__(
-        self, servable: Servable, graph: DenseGraph, rows: RowSource, workers: native.Workers
+        self,
+        servable: Servable,
+        graph: DenseGraph,
+        rows: RowSource,
+        workers: native.Workers,
+        inputs: Sequence[str],
     ) -> None:
         assert servable.dense is not None
         assert servable.signature is not None
@@ -190,45 +195,50 @@ class CandidateRunner:
         self._graph = graph
         self._rows = rows
         self._workers = workers
+        self._inputs = tuple(inputs)
         self._lock = concurrency.Lock()  # guards `_splits`, and is held while one is made
         self._splits: dict[frozenset[str], _BySide | None] = {}
+        self._own_names: dict[bytes, frozenset[str]] = {}
+        """The columns of items by `native.PackedRanking.own`."""
 
     def run(
-        self, asked: CandidateColumns, deadline: float | None
+        self, asked: CandidateColumns | native.PackedRanking, deadline: float | None
     ) -> tuple[Mapping[str, Tensor], Sequence[FoundRows]] | None:
         """Return predictions by head, and the rows they were made of; None if full rows are needed.
 
         Raises:
             RequestError: A column or a value does not fit the model.
         """
-        own = frozenset(asked.own)
+        if isinstance(asked, native.PackedRanking):
+            own = self._own_names.get(asked.own) or self._names_of(asked.own)
+        else:
+            own = frozenset(asked.own)
         split = self._splits[own] if own in self._splits else self._make(own)
         if split is None:
             return None
-        shared_batch = split.shared.reader.batch(
-            {
-                name: column
-                for name, column in asked.shared.items()
-                if name.removesuffix(SPLITS) in split.shared.columns
-            }
-        )
-        needed = [name for name in split.own.columns if name in asked.shared]
-        own_batch = split.own.reader.batch({**asked.repeated(needed), **asked.own})
+        shared_batch, own_batch = split.batches(asked)
         found: list[FoundRows] = []
         with torch.inference_mode():
             tensors = []
             for side, batch in ((split.shared, shared_batch), (split.own, own_batch)):
                 made: list[Tensor] = []
                 for gatherer in side.gatherers:
-                    gathered = gatherer.read(batch.ids)
-                    rows = self._rows.lookup(TableIds(gathered.ids, gathered.sizes), deadline=deadline)
+                    gathered, rows = self._rows.gather(gatherer, batch.ids, deadline=deadline)
                     found.append(rows)
-                    made += gathered.gather(rows.rows)
+                    made += gathered
                 tensors.append([*made, *(batch.floats[name] for name in side.floats)])
-            counts = torch.from_numpy(asked.counts)
-            user = torch.repeat_interleave(torch.arange(len(counts)), counts)
+            if len(shared_batch) == 1:
+                user = torch.zeros(len(own_batch), dtype=torch.int64)
+            else:
+                user = torch.repeat_interleave(torch.from_numpy(asked.counts))
             outputs = split.dense(tensors[0], tensors[1], user)
         return dict(zip(self._dense.outputs, outputs, strict=True)), found
+
+    def _names_of(self, own: bytes) -> frozenset[str]:
+        found = frozenset(name for name, is_own in zip(self._inputs, own, strict=True) if is_own)
+        if len(self._own_names) < _MOST_SPLITS:
+            self._own_names[own] = found
+        return found
 
     def _make(self, own: frozenset[str]) -> _BySide | None:
         with self._lock:
@@ -318,6 +328,20 @@ class _BySide:
     shared: _Side
     own: _Side
     dense: SplitDense
+
+    def batches(self, asked: CandidateColumns | native.PackedRanking) -> tuple[Batch, Batch]:
+        """Return the features of users, and those of items."""
+        if isinstance(asked, native.PackedRanking):
+            return self.shared.reader.batch(asked.shared), self.own.reader.batch(asked.items)
+        shared = {
+            name: column
+            for name, column in asked.shared.items()
+            if name.removesuffix(SPLITS) in self.shared.columns
+        }
+        needed = [name for name in self.own.columns if name in asked.shared]
+        return self.shared.reader.batch(shared), self.own.reader.batch(
+            {**asked.repeated(needed), **asked.own}
+        )
 
 
 def _with_parts(spec: FeatureSpec, names: Sequence[str]) -> list[str]:

@@ -276,13 +276,15 @@ class Predictor:
             RequestError: A column or a value does not fit the model; names the column and the row.
             DeadlineExceededError, UnavailableError: Serving servers did not answer.
         """
+        if isinstance(columns, native.PackedRows):
+            return self._predict(self._reader.batch(columns), deadline)
         if (asked := self._candidates_in(columns)) is not None:
             return self._predict_candidates(asked, deadline)
         return self._predict(self._reader.batch(columns), deadline)
 
-    def _candidates_in(self, columns: Any) -> CandidateColumns | None:
+    def _candidates_in(self, columns: Any) -> CandidateColumns | native.PackedRanking | None:
         """Return the columns of a ranking request by side; None if this is none."""
-        if isinstance(columns, CandidateColumns):
+        if isinstance(columns, CandidateColumns | native.PackedRanking):
             return columns
         if not isinstance(columns, Mapping):
             return None
@@ -293,14 +295,19 @@ class Predictor:
             return None
         return find_candidates(columns, self._input_names)
 
-    def _predict_candidates(self, asked: CandidateColumns, deadline: float | None) -> Prediction:
-        if asked.rows and self._ranking is not None:
+    def _predict_candidates(
+        self, asked: CandidateColumns | native.PackedRanking, deadline: float | None
+    ) -> Prediction:
+        if self._ranking is not None and (isinstance(asked, native.PackedRanking) or asked.rows):
             found = self._ranking.run(asked, deadline)
             if found is not None:
                 return self._answer(*found)
-        return self._predict(self._reader.batch(asked.full()), deadline)
+        return self._predict(self._full_batch(asked), deadline)
 
-    def pack(self, request: native.WireRequest) -> native.PackedRows | None:
+    def _full_batch(self, asked: CandidateColumns | native.PackedRanking) -> Batch:
+        return self._reader.batch(asked.full() if isinstance(asked, CandidateColumns) else asked)
+
+    def pack(self, request: native.WireRequest) -> native.PackedRows | native.PackedRanking | None:
         """Return the features of a request as it was received, for `predict`; see `RequestReader.pack`."""
         return self._reader.pack(request)
 
@@ -313,7 +320,7 @@ class Predictor:
             RequestError: A column or a value does not fit the model; names the column and the row.
         """
         asked = self._candidates_in(columns)
-        return self._reader.batch(columns if asked is None else asked.full())
+        return self._reader.batch(columns) if asked is None else self._full_batch(asked)
 
     def predict_batch(self, batch: Batch, *, deadline: float | None = None) -> Prediction:
         """Return the predictions for a ready batch, such as `FeatureSpec.make` returns.
@@ -453,7 +460,9 @@ class Predictor:
                 tower = DenseGraph(filesystem.read_bytes(where), ordered, where)
                 self._towers[side] = TowerRunner(locked.servable, side, tower, gatherers, rows)
         if isinstance(graph, DenseGraph):
-            self._ranking = CandidateRunner(locked.servable, graph, rows, workers)
+            self._ranking = CandidateRunner(
+                locked.servable, graph, rows, workers, [one.name for one in self._reader.inputs]
+            )
         return GraphRunner(graph, gatherers, rows, tuple(dense.floats), dense.outputs), tuple(ordered)
 
 

@@ -7,10 +7,10 @@ A column is one of
     a RaggedTensor              one row of values per row
     NAME and NAME.row_splits    all values in one, and int64 of shape (rows + 1,): the start of each row
 
-There are three ways. A request that a server has received is packed by one call into the core, out of the
-bytes that were received (`RequestReader.pack`). If columns have one plain value per row, one call into the
-core packs all of them (`RequestReader._packed`). Every other request is converted column by column, by the
-code that training uses, so that all read the same.
+There are three ways. A request that a server has received, also one that ranks items, is packed by one call
+into the core, out of the bytes that were received (`RequestReader.pack`). If columns have one plain value per
+row, one call into the core packs all of them (`RequestReader._packed`). Every other request is converted
+column by column, by the code that training uses, so that all read the same.
 
 A missing value (None, NaN, the NaT and NA of pandas, a row without values, an absent column) reads as in
 training. Anything else that is wrong is a `RequestError` that names the column, and the row if there is one.
@@ -34,7 +34,7 @@ from monolith.data import Records
 from monolith.data.formats.memory import are_whole, is_missing, seconds_of, values_of
 from monolith.data.formats.tables import frame_records
 from monolith.data.records import empty_rows
-from monolith.errors import ConfigError, DataError, MonolithError, RequestError
+from monolith.errors import ConfigError, DataError, MonolithError, RequestError, RequestTooLargeError
 from monolith.feature import Batch, CrossFeature, FeatureIds, FeatureSpec, FloatFeature, SequenceFeature
 from monolith.feature.spec.packing import RawCells
 from monolith.feature.spec.times import TIME
@@ -60,6 +60,9 @@ _WIRED: Mapping[Datatype, native.WireType] = {
     "INT64": native.WireType.INTS,
     "FP32": native.WireType.FLOATS,
 }
+MOST_REPEATED = 1 << 24
+"""Values or bytes of one column, or values of all together, that are repeated for each item: a few bytes of a
+request must not become gigabytes."""
 _KEPT_SIZES = 256
 """Largest batch size whose row splits are cached."""
 
@@ -130,12 +133,14 @@ class RequestReader:
         """Return the batch of a request.
 
         Args:
-            columns: Columns by name; or rows of `pack`; or a DataFrame of pandas or polars, or an Arrow
+            columns: Columns by name; or what `pack` returned; or a DataFrame of pandas or polars, or an Arrow
                 table, whose other columns are ignored.
 
         Raises:
             RequestError: A column is unknown, missing, of another type or length, or has a bad value.
         """
+        if isinstance(columns, native.PackedRanking):
+            columns = full_rows(columns)
         if isinstance(columns, native.PackedRows):
             assert self._reader is not None
             return self._reader.batch_of(columns)
@@ -155,8 +160,8 @@ class RequestReader:
             raise RequestError(f"row {row} of {size}: {reading.bad[row]}")
         return reading.batch()
 
-    def pack(self, request: native.WireRequest) -> native.PackedRows | None:
-        """Return the features of a request as it was received, for `batch`.
+    def pack(self, request: native.WireRequest) -> native.PackedRows | native.PackedRanking | None:
+        """Return the features of a request as it was received, for `batch`; by side if it ranks items.
 
         None if it must be read as columns: it is malformed, or only unusual. Then nothing is known about it.
         """
@@ -291,6 +296,21 @@ class RequestReader:
         if found is None:
             found = self._splits[rows] = torch.arange(rows + 1)
         return found
+
+
+def full_rows(ranking: native.PackedRanking) -> native.PackedRows:
+    """Return ranking requests with a row per item.
+
+    Raises:
+        RequestTooLargeError: They have too many values.
+    """
+    found = ranking.full(MOST_REPEATED)
+    if found is None:
+        raise RequestTooLargeError(
+            f"columns with one row for all items would have more than {MOST_REPEATED} values if they are "
+            "repeated for each item. Send fewer items in a request."
+        )
+    return found
 
 
 def _wrong_kind(name: str, wanted: str, row: int | None) -> RequestError:

@@ -8,30 +8,31 @@ applied. Numbers may arrive out of order, because threads of a worker push at on
       |  1 1 1 0 1 1 1 0 1 |         1: applied, 0: `missing`, may still arrive
     refused: too old to remember     above: never seen
 
-A window of `REMEMBERED` numbers per sender and a limit on senders bound the memory: a thousand workers take
-less than a megabyte, because in practice only a few numbers are missing.
+No sender is forgotten, because a push that a forgotten one repeats would look like a new one and be applied
+twice. A window of `REMEMBERED` numbers per sender and a limit on senders bound the memory: in practice no
+number is missing, and a sender takes about 300 bytes. A push that is beyond these bounds is refused by an
+UnavailableError, on which the run restarts from its checkpoint; the restored state begins with no sender.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from monolith import concurrency
-from monolith.errors import ClusterError, MonolithError, RequestError
-from monolith.observe import Doublings
+from monolith.errors import ClusterError, MonolithError, UnavailableError
 
-_log = logging.getLogger(__name__)
-
+MOST_SENDERS = 1 << 18
+"""Senders per state of a server: every start of a worker is one."""
 REMEMBERED = 4096
 """How far back, from its highest number, a sender's pushes are known."""
 _AT_FIRST = 64
 """How many numbers below a sender's first may still arrive: a server that took over for another sees a sender
 from the middle of its numbers."""
+
+_NONE: frozenset[int] = frozenset()
 
 T = TypeVar("T")
 
@@ -49,9 +50,10 @@ class KnownPushes(NamedTuple):
 class _Sender:
     floor: int
     highest: int
-    missing: set[int]
-    under_way: set[int] = field(default_factory=set)
-    failed: OrderedDict[int, str] = field(default_factory=OrderedDict)
+    # Empty ones are one object, `_NONE`, since there may be many senders.
+    missing: frozenset[int]
+    under_way: frozenset[int] = _NONE
+    failed: dict[int, str] | None = None
     """Number -> error; it is unknown how much of these pushes was applied."""
 
 
@@ -63,19 +65,17 @@ class AppliedPushes:
         applied.once("worker-a", 1, apply=step, again=weights)   # a retry: calls weights() only
 
     Args:
-        senders: How many senders are remembered; the one that was silent longest is forgotten first.
+        senders: How many senders it knows at most; further ones are refused.
     """
 
-    def __init__(self, senders: int = 4096) -> None:
-        self._most = senders
+    def __init__(self, senders: int | None = None) -> None:
+        self._most = MOST_SENDERS if senders is None else senders
         # Guards all senders. Released while a push is applied: `under_way` makes a retry of the same push
         # wait for the first one, while pushes of other numbers run at the same time.
         self._changed = concurrency.Condition()
         self._is_still = False
         """Whether new pushes wait, because `still` has a block running."""
-        self._senders: OrderedDict[str, _Sender] = OrderedDict()
-        self._forgotten = 0
-        self._doublings = Doublings()
+        self._senders: dict[str, _Sender] = {}
 
     def once(self, sender: str, number: int, apply: Callable[[], T], again: Callable[[], T]) -> T:
         """Return the result of `apply` if this push was not applied before, else that of `again`.
@@ -84,13 +84,14 @@ class AppliedPushes:
         MonolithError has changed nothing, and may be sent again.
 
         Raises:
-            RequestError: The number is too old to know whether it was applied.
+            UnavailableError: It cannot be known whether the push was applied: its number is too old, or there
+                are too many senders.
             ClusterError: The push failed halfway when it first arrived.
         """
         with self._changed:
             while self._is_still or number in (pushes := self._of(sender, number)).under_way:
                 self._changed.wait()
-            if number in pushes.failed:
+            if pushes.failed and number in pushes.failed:
                 raise ClusterError(f"push {number} failed when it first arrived: {pushes.failed[number]}")
             is_new = self._is_new(pushes, number)
             if is_new:
@@ -138,58 +139,54 @@ class AppliedPushes:
         with self._changed:
             for sender, (highest, missing) in known.items():
                 floor = max(0, highest - _AT_FIRST)
-                recent = {number for number in missing if floor < number <= highest}
+                recent = frozenset(number for number in missing if floor < number <= highest)
                 self._senders[sender] = _Sender(floor, highest, recent)
 
     def _of(self, sender: str, number: int) -> _Sender:
-        if sender not in self._senders:
+        pushes = self._senders.get(sender)
+        if pushes is None:
+            if len(self._senders) >= self._most:
+                raise UnavailableError(
+                    f"{self._most:,} senders have pushed to this state of the server, and it cannot remember "
+                    "the pushes of another one. Nothing was applied. A run that restarts from its checkpoint "
+                    "begins with no sender; every start of a worker is one"
+                )
             floor = max(0, number - 1 - _AT_FIRST)
-            self._senders[sender] = _Sender(floor, number - 1, set(range(floor + 1, number)))
-            idle = (name for name, one in self._senders.items() if not one.under_way and name != sender)
-            if len(self._senders) > self._most and (silent := next(idle, None)) is not None:
-                del self._senders[silent]
-                self._forgotten += 1
-                # Were this sender to repeat a push now, it would be applied again.
-                if self._doublings.due(self._forgotten):
-                    _log.warning(
-                        "more than %d senders push to this server; forgot which pushes of %d others were "
-                        "applied, those that were silent longest. A push that one of them repeats would be "
-                        "applied twice.",
-                        self._most,
-                        self._forgotten,
-                    )
-        self._senders.move_to_end(sender)
-        return self._senders[sender]
+            pushes = _Sender(floor, number - 1, frozenset(range(floor + 1, number)))
+            self._senders[sender] = pushes
+        return pushes
 
     def _is_new(self, pushes: _Sender, number: int) -> bool:
         if number <= pushes.floor:
-            raise RequestError(
+            raise UnavailableError(
                 f"push {number} is too old to know whether it was applied: its sender is at {pushes.highest} "
-                f"and only numbers above {pushes.floor} are remembered. It is not applied"
+                f"and only numbers above {pushes.floor} are remembered. It is not applied now. Workers that "
+                "rejoin the run resume from its last checkpoint"
             )
         return number > pushes.highest or number in pushes.missing
 
     def _begin(self, pushes: _Sender, number: int) -> None:
         # Out of `missing` before it is applied: while it is under way a retry waits, and then finds it
         # applied.
-        pushes.under_way.add(number)
-        pushes.missing.discard(number)
+        pushes.under_way |= {number}
+        pushes.missing = pushes.missing - {number} or _NONE
         if number > pushes.highest:
             pushes.floor = max(pushes.floor, number - REMEMBERED)
-            pushes.missing.update(range(max(pushes.highest, pushes.floor) + 1, number))
-            if pushes.missing:  # rarely: most pushes arrive in order
-                pushes.missing = {one for one in pushes.missing if one > pushes.floor}
+            skipped = range(max(pushes.highest, pushes.floor) + 1, number)
+            if skipped or pushes.missing:  # rarely: most pushes arrive in order
+                still = (one for one in pushes.missing if one > pushes.floor)
+                pushes.missing = frozenset((*still, *skipped)) or _NONE
             pushes.highest = number
 
     def _end(self, pushes: _Sender, number: int, *, applied: bool = True, failure: str | None = None) -> None:
         with self._changed:
-            pushes.under_way.discard(number)
+            pushes.under_way = pushes.under_way - {number} or _NONE
             if not applied and number > pushes.floor:
-                pushes.missing.add(number)
+                pushes.missing |= {number}
             if failure is not None:
-                pushes.failed[number] = failure
+                pushes.failed = {**(pushes.failed or {}), number: failure}
                 if len(pushes.failed) > _AT_FIRST:
-                    pushes.failed.popitem(last=False)
+                    del pushes.failed[next(iter(pushes.failed))]
             self._changed.notify_all()
 
 

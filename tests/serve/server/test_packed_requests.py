@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from serve.server.serving import PATIENCE, GrpcClient
+from serve.server.serving import PATIENCE, GrpcClient, ask_http
 
 from monolith import native
 from monolith.serve import Predictor
@@ -66,19 +66,51 @@ def by_http(server: InferenceServer, columns: Columns) -> Any:
         return np.frombuffer(data[int(answer.headers["inference-header-content-length"]) :], np.float32)
 
 
+def by_json(server: InferenceServer, columns: Columns) -> Any:
+    port = int(server.http_url.rpartition(":")[2])
+    inputs = [
+        {"name": name, "datatype": "INT64", "shape": [len(values)], "data": values.tolist()}
+        for name, values in columns.items()
+    ]
+    status, answer, _ = ask_http(port, "POST", "/v2/models/deepfm/infer", {"inputs": inputs})
+    assert status == 200, answer
+    return np.array(answer["outputs"][0]["data"], np.float32)
+
+
 WAYS = {
     "gRPC raw": by_grpc,
     "gRPC typed": lambda server, columns: by_grpc(server, columns, typed=True),
     "gRPC, not packed": lambda server, columns: by_grpc(server, columns, dtype="INT32"),
     "HTTP binary": by_http,
+    "HTTP JSON": by_json,
 }
 
 
-def test_concurrent_requests_of_both_ways_are_answered_as_predict_does(root, server):
+def ranking(rows: int, seed: int) -> tuple[Columns, Columns]:
+    """Return a request with one row of two features, and the same in full rows."""
+    short = columns_of(OPTIONS, rows, seed + 1)[seed]
+    first, _, last = short
+    short |= {first: short[first][:1], last: short[last][:1]}
+    return short, {name: np.repeat(one, rows) if len(one) == 1 else one for name, one in short.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_ranking_request_is_answered_as_full_rows_are(root, server, way):
+    short, full = ranking(7, 0)
+    with Predictor(str(root), show=False) as predictor:
+        request = native.read_grpc_request(grpc_request(short))
+        assert request is not None
+        assert isinstance(predictor.pack(request), native.PackedRanking)
+        wanted = predictor.predict(full).outputs["click"]
+    assert len(set(wanted.tolist())) > 1
+    found = WAYS[way](server, short)
+    assert torch.allclose(torch.from_numpy(found.copy()), wanted, rtol=0, atol=1e-6)
+
+
+def test_concurrent_requests_of_all_ways_are_answered_as_predict_does(root, server):
     draw = random.Random(1)
     asked = [
-        (draw.choice(sorted(WAYS)), columns_of(OPTIONS, draw.randint(1, 9), number + 1)[number])
-        for number in range(60)
+        (draw.choice(sorted(WAYS)), ranking(draw.randint(1, 9), number)[number % 2]) for number in range(80)
     ]
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda one: WAYS[one[0]](server, one[1]), asked))

@@ -41,6 +41,7 @@ from monolith.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from monolith.serve.candidates import CandidateColumns
 from monolith.serve.config import Route, RouteTarget, ServeConfig, ServedFolder
 from monolith.serve.item_index import ItemIndex, TopK
 from monolith.serve.manifest import Signature
@@ -53,14 +54,7 @@ from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
 from monolith.serve.server.shared_memory import EXTENSION, RegionSlice, SharedMemoryRegions
 from monolith.serve.server.spans import RequestSpans
-from monolith.serve.server.tensors import (
-    PACKED,
-    RequestColumns,
-    WireTensor,
-    columns_of,
-    output_tensor,
-    raw_bytes,
-)
+from monolith.serve.server.tensors import RequestColumns, WireTensor, columns_of, output_tensor, raw_bytes
 from monolith.serve.server.traffic import TrafficRoutes
 from monolith.wire.open_inference import (
     BINARY_EXTENSION,
@@ -533,7 +527,9 @@ class Inference:
                 f"the request has {columns.rows} users; the limit is {self._limits.rows}"
             )
         seen = excluded_items(request.tensors, columns.rows)
-        whole = columns.asked if not columns.shared else columns.asked.full()  # type: ignore[union-attr]
+        whole = columns.asked
+        if isinstance(whole, CandidateColumns):
+            whole = whole.full()
         found = index.search(whole, asked, exclude=seen, deadline=deadline)
         if found.missing:
             self.metrics.missing(found.missing)
@@ -622,7 +618,7 @@ class Inference:
         if isinstance(given, PackedInputs) and given.request is not None:
             packed = loaded.model.pack(given.request)
         if packed is not None:
-            columns = RequestColumns(packed, packed.rows, PACKED)
+            columns = RequestColumns.of_packed(packed)
         else:
             # This way also finds what is wrong with a request that cannot be packed.
             tensors = given.read() if isinstance(given, PackedInputs) else given

@@ -121,8 +121,9 @@ def output_tensor(name: str, values: NDArray[Any]) -> WireTensor:
     return WireTensor(name, "FP32", values.shape, values.astype(np.float32).reshape(-1))
 
 
-PACKED = (("packed", 0),)
+PACKED = (("packed", b""),)
 """The layout of rows that the core has packed out of the bytes of a request."""
+PackedRequest = native.PackedRows | native.PackedRanking
 
 
 @dataclass(slots=True)
@@ -130,22 +131,29 @@ class RequestColumns:
     """What a model is asked, checked."""
 
     values: Any
-    """Columns by name, or `native.PackedRows` if the layout is `PACKED`."""
+    """Columns by name, or what the core has packed."""
     rows: int
-    layout: tuple[tuple[str, int], ...]
+    layout: tuple[tuple[str, int | bytes], ...]
     """Name and width of each column: requests of one layout can be answered together."""
     shared: frozenset[str] = frozenset()
     """Columns with one row, which holds for all; their row splits included. See `candidates`."""
 
+    @classmethod
+    def of_packed(cls, packed: PackedRequest) -> RequestColumns:
+        if isinstance(packed, native.PackedRanking):
+            # Requests that have other inputs with one row are not merged with this one.
+            return cls(packed, packed.items.rows, (("ranking", packed.own),))
+        return cls(packed, packed.rows, PACKED)
+
     @property
-    def asked(self) -> dict[str, Any] | native.PackedRows | CandidateColumns:
+    def asked(self) -> dict[str, Any] | PackedRequest | CandidateColumns:
         """What a predictor is asked."""
         return self.values if not self.shared else merged([self])
 
     def part(self, begin: int, end: int) -> RequestColumns:
         """Return some of the rows, without a copy of arrays."""
-        if self.layout is PACKED:
-            return RequestColumns(self.values.part(begin, end), end - begin, PACKED)
+        if isinstance(self.values, PackedRequest):
+            return RequestColumns(self.values.part(begin, end), end - begin, self.layout)
         values: dict[str, Any] = {}
         for name, column in self.values.items():
             ends = self.values.get(name + SPLITS)
@@ -176,7 +184,7 @@ def columns_of(tensors: Sequence[WireTensor], signature: Signature) -> RequestCo
             raise RequestError(f"input {tensor.name!r} is given twice")
         given[tensor.name] = tensor
     values: dict[str, Any] = {}
-    layout: list[tuple[str, int]] = []
+    layout: list[tuple[str, int | bytes]] = []
     sizes: dict[str, int] = {}
     for name, tensor in given.items():
         if name not in known:
@@ -220,10 +228,12 @@ def _row_count(sizes: Mapping[str, int]) -> int:
     return rows
 
 
-def merged(parts: Sequence[RequestColumns]) -> dict[str, Any] | native.PackedRows | CandidateColumns:
+def merged(parts: Sequence[RequestColumns]) -> dict[str, Any] | PackedRequest | CandidateColumns:
     """Return the rows of all parts, which have one layout, one after another."""
-    if parts[0].layout is PACKED:
+    if isinstance(parts[0].values, native.PackedRows):
         return native.join_rows([part.values for part in parts])
+    if isinstance(parts[0].values, native.PackedRanking):
+        return native.join_rankings([part.values for part in parts])
     whole = _merged_values(parts) if len(parts) > 1 else parts[0].values
     shared = parts[0].shared
     if not shared:
