@@ -6,8 +6,8 @@ core, Python's loop for gRPC took a quarter more time for a request (docs/decisi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -35,6 +35,7 @@ from monolith.serve.server.inference import (
     NO_REGION_TOKEN,
     PLATFORM,
     SERVER_NAME,
+    SPLIT,
     TIMEOUT,
     UNLOAD_PARAMETERS,
     VERSION,
@@ -417,9 +418,16 @@ class GrpcPort:
 
     def _repository_model_load(self, request: Any, context: Any) -> Any:
         self._check_control(context)
-        check_parameters("a load", request.parameters, ())
-        self._inference.repository.load(request.model_name)
-        self._peers.tell("load", request.model_name)
+        check_parameters("a load", request.parameters, (SPLIT,))
+        if SPLIT in request.parameters:
+            targets = _parameter(request.parameters, SPLIT, "")
+            if not isinstance(targets, str):
+                raise RequestError(f"the parameter {SPLIT!r} must be a text, MODEL[/VERSION][:WEIGHT],...")
+            self._inference.set_split(request.model_name, targets)
+            self._peers.set_split(request.model_name, targets)
+        else:
+            self._inference.repository.load(request.model_name)
+            self._peers.tell("load", request.model_name)
         return self._types.RepositoryModelLoadResponse()
 
     def _repository_model_unload(self, request: Any, context: Any) -> Any:
@@ -453,15 +461,14 @@ class GrpcPort:
             raise ForbiddenError(NO_REGION_TOKEN)
         one = RegionStatus(request.name, request.key, request.offset, request.byte_size)
         self._inference.shared_memory.register(one)
-        said = {"key": one.key, "offset": one.offset, "byte_size": one.byte_size}
-        self._peers.tell_regions("register", one.name, json.dumps(said).encode())
+        self._peers.tell_regions("register", one.name, asdict(one))
         return self._types.SystemSharedMemoryRegisterResponse()
 
     def _system_shared_memory_unregister(self, request: Any, context: Any) -> Any:
         if not self._has_control(context):
             raise ForbiddenError(NO_REGION_TOKEN)
         self._inference.shared_memory.unregister(request.name)
-        self._peers.tell_regions("unregister", request.name, b"")
+        self._peers.tell_regions("unregister", request.name)
         return self._types.SystemSharedMemoryUnregisterResponse()
 
     def _cuda_shared_memory_status(self, request: Any, context: Any) -> Any:  # noqa: ARG002

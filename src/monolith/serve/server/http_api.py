@@ -15,7 +15,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -431,7 +431,7 @@ class HttpApi:
             )
         self._inference.set_split(name, targets)
         if PEER_HEADER not in request.headers:
-            self._peers.set_split(name, request.body)
+            self._peers.set_split(name, targets)
         return _json(self._inference.traffic.described())
 
     def _change(self, name: str, verb: str, request: HttpRequest) -> HttpReply:
@@ -451,23 +451,21 @@ class HttpApi:
         return _json({})
 
     def _region_status(self, name: str) -> HttpReply:
-        return _json(
-            [
-                {"name": one.name, "key": one.key, "offset": one.offset, "byte_size": one.byte_size}
-                for one in self._inference.shared_memory.status(name)
-            ]
-        )
+        return _json([asdict(one) for one in self._inference.shared_memory.status(name)])
 
     def _change_regions(self, name: str, verb: str, request: HttpRequest) -> HttpReply:
         """Register a region, or unregister one or, without a name, all."""
         if not self._control.admits(request.headers.get("authorization", "")):
             raise ForbiddenError(NO_REGION_TOKEN)
+        said: Mapping[str, Any] | None = None
         if verb == "register":
-            self._inference.shared_memory.register(RegionStatus.read(name, self._json_body(request)))
+            one = RegionStatus.read(name, self._json_body(request))
+            self._inference.shared_memory.register(one)
+            said = asdict(one)
         else:
             self._inference.shared_memory.unregister(name)
         if PEER_HEADER not in request.headers:
-            self._peers.tell_regions(verb, name, request.body)
+            self._peers.tell_regions(verb, name, said)
         return _json({})
 
     def _infer(self, name: str, version: str, request: HttpRequest, *, topk: bool = False) -> HttpReply:

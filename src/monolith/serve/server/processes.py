@@ -58,8 +58,9 @@ class ServerProcesses:
         said = json.dumps({"parameters": dict(parameters or {})}).encode()
         self._tell(f"{verb} model {model!r}", f"/v2/repository/models/{quote(model, safe='')}/{verb}", said)
 
-    def set_split(self, name: str, body: bytes) -> None:
+    def set_split(self, name: str, targets: str) -> None:
         """Have the peers divide the requests for a name in the same way."""
+        body = json.dumps({"targets": targets}).encode()
         self._tell(f"split requests for {name!r}", f"/v2/splits/{quote(name, safe='')}", body)
 
     def splits(self) -> dict[str, str] | None:
@@ -71,9 +72,10 @@ class ServerProcesses:
                     return {str(name): str(targets) for name, targets in json.loads(body).items()}
         return None
 
-    def tell_regions(self, verb: str, name: str, body: bytes) -> None:
+    def tell_regions(self, verb: str, name: str, said: Mapping[str, Any] | None = None) -> None:
         """Have the peers register or unregister shared memory, too; without a name, unregister all."""
         region = f"/region/{quote(name, safe='')}" if name else ""
+        body = json.dumps(said or {}).encode()
         self._tell(f"{verb} shared memory {name!r}", f"/v2/systemsharedmemory{region}/{verb}", body)
 
     def regions(self) -> list[dict[str, Any]]:
