@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <numeric>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -15,6 +16,7 @@
 #include "bindings.h"
 #include "column_block.h"
 #include "hash.h"
+#include "permutation.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -78,13 +80,20 @@ nb::list gather_rows(const nb::tuple& blocks, const std::optional<Column<std::in
           gather_column(places.column(columns ? (*columns)[i] : i), places.which(), places.rows()));
   }
   nb::list out;
+  nb::object counted;  // the splits of all columns with one value in each row
   for (ParsedColumn& one : found) {
     nb::object values = one.type == ColumnType::kInt64   ? nb::cast(owned(std::move(one.ints)))
                         : one.type == ColumnType::kFloat ? nb::cast(owned(std::move(one.floats)))
                                                          : nb::cast(owned(std::move(one.bytes)));
     nb::object texts =
         one.type == ColumnType::kBytes ? nb::cast(owned(std::move(one.inner))) : nb::object(nb::none());
-    out.append(nb::make_tuple(values, owned(std::move(one.splits)), texts));
+    if (one.splits.empty() && !counted.is_valid()) {
+      std::vector<std::int64_t> numbers(rows.size() + 1);
+      std::iota(numbers.begin(), numbers.end(), std::int64_t{0});
+      counted = nb::cast(owned(std::move(numbers)));
+    }
+    out.append(
+        nb::make_tuple(values, one.splits.empty() ? counted : nb::cast(owned(std::move(one.splits))), texts));
   }
   return out;
 }
@@ -101,6 +110,15 @@ auto hash_rows(const nb::tuple& blocks, const std::optional<Column<std::int32_t>
       hash_column(places.column(number), places.which(), places.rows(), times, totals);
   }
   return owned(std::move(totals));
+}
+
+auto permutation_of(std::size_t count, std::uint64_t state) {
+  std::vector<std::int64_t> order;
+  {
+    GilReleased unlocked;
+    order = permutation(count, state);
+  }
+  return owned(std::move(order));
 }
 
 }  // namespace
@@ -129,6 +147,10 @@ void bind_row_gather(nb::module_& m) {
                 "rows: NDArray[numpy.int64], columns: Sequence[tuple[int, bool]], seed: int) -> "
                 "NDArray[numpy.uint64]"),
         "A hash of what each of these rows has in some columns, given as (number, whether it holds times).");
+  m.def(
+      "permutation", &permutation_of, "count"_a, "state"_a,
+      nb::sig("def permutation(count: int, state: int) -> NDArray[numpy.int64]"),
+      "The numbers from 0 to `count` - 1 in an order that `state` decides: by mix(mix(i ^ state) + state).");
 }
 
 }  // namespace monolith

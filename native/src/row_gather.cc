@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <numeric>
 #include <string_view>
 
 #include "cells.h"
@@ -131,16 +130,14 @@ ParsedColumn gather_column(std::span<const SourceColumn* const> column,
   const bool one_each = places.one_each();
   ParsedColumn out;
   out.type = column.empty() ? ColumnType::kInt64 : column[0]->type;
-  out.splits.resize(rows.size() + 1);
-  if (one_each) {
-    std::iota(out.splits.begin(), out.splits.end(), std::int64_t{0});
-  } else {
+  if (!one_each) {
+    out.splits.resize(rows.size() + 1);
     for (std::size_t i = 0; i < rows.size(); ++i) {
       const auto [begin, end] = places.values(i);
       out.splits[i + 1] = out.splits[i] + end - begin;
     }
   }
-  const auto total = static_cast<std::size_t>(out.splits.back());
+  const std::size_t total = one_each ? rows.size() : static_cast<std::size_t>(out.splits.back());
   switch (out.type) {
     case ColumnType::kInt64:
       gather_numbers<std::int64_t, &SourceColumn::ints>(places, one_each, out.ints, total);

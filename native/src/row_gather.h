@@ -35,7 +35,8 @@ struct SourceColumn {
 void settle_column(SourceColumn& column);
 
 // One row of a block for each place, in order. `column` is the same column of all blocks, of one type;
-// `block_of` is empty if there is one block. Places are not checked.
+// `block_of` is empty if there is one block. Places are not checked. The splits of a column that has one
+// value in each row stay empty: they are 0, 1, 2, ... for all such columns.
 ParsedColumn gather_column(std::span<const SourceColumn* const> column,
                            std::span<const std::int32_t> block_of, std::span<const std::int64_t> rows);
 

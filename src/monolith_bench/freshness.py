@@ -2,13 +2,16 @@
 
 Answers: one process trains on events at a steady pace and publishes, `monolith serve --follow` serves, and
 this one asks for items that are new in the stream until an answer knows of them; then once more while
-checkpoints are saved. Training: as fast as it goes, with publishing, with a server that follows, and with
-neither, by turns. Serving: requests with rows being applied and without, by turns.
+checkpoints are saved. Lists: the same with a two-tower model, until the list of a user's best items has the
+new item, and until it no longer has an item that the trainer removed. Training: as fast as it goes, with
+publishing, with a server that follows, and with neither, by turns. Serving: requests with rows being applied
+and without, by turns.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import tempfile
 import time
@@ -23,15 +26,13 @@ import torch
 
 from monolith.errors import ConfigError, MonolithError, UnavailableError
 from monolith.runtime import LocalRun, Trainer
-from monolith.runtime.config import ExportConfig
-from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve.client import Client, ClientOptions
 from monolith.serve.client_wire import ClientAnswer
 from monolith.serve.freshness_probe import quantile
-from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
-from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
+from monolith.train import Hook, StepResult, TrainConfig, TrainingRun
+from monolith_bench.marked_answers import STAGES_OF_MARKS, ListWatch, MarkSeen, MarkWatch, RemovalWatch
 from monolith_bench.marked_events import NOBODY, EventsWriter, FreshnessJob, MarkedClicks
-from monolith_bench.marked_trainer import FillTables, TrainerProcess, publish_plan_to
+from monolith_bench.marked_trainer import FillTables, TrainerProcess, export_filled, publish_plan_to
 from monolith_bench.options import BenchFreshnessOptions, BenchServeOptions
 from monolith_bench.report import Report
 from monolith_bench.row_feed import START, RowFeed
@@ -41,10 +42,14 @@ from monolith_bench.served_deepfm import names_of, write_deepfm
 
 ANSWER = "event to answer"
 SAVING = "event to answer, while checkpoints are saved"
+LIST = "event to list, {:,} items"
+REMOVAL = "removal to list, {:,} items"
 FILE = "event to answer, {:,} lines/s of a growing file"
 ALONE = "training, nothing published"
 AT_REST = "requests, nothing applied"
 ROLLBACK_ROWS = 10_000_000
+_REMOVE_AFTER = 2.0
+"""Seconds from a marked event until the trainer removes its item, of a list."""
 _PATIENCE = 300.0
 _FILE_SECONDS = 20
 """How long events of a file are waited for at most."""
@@ -67,6 +72,8 @@ def run(options: BenchFreshnessOptions) -> int:
                 measure_file(report, job, exported, options)
             if "training" in options.parts:
                 measure_training(report, job, exported, options)
+        if "lists" in options.parts:
+            measure_lists(report, root / "towers", options)
         if "serving" in options.parts:
             measure_serving(report, root / "served", options)
         if options.rollback:
@@ -83,6 +90,7 @@ def quick(options: BenchFreshnessOptions) -> BenchFreshnessOptions:
         marks=min(options.marks, 5),
         rate=1000,
         rows=2_000,
+        catalogue=1_000,
         dim=4,
         train_batch=64,
         applied=2_000,
@@ -107,8 +115,8 @@ def check(options: BenchFreshnessOptions) -> None:
         "applied",
         "connections",
     )
-    for name in (*counts, "request_rows", "repeats", "rows"):
-        least = 1000 if name == "rows" else 1
+    for name in (*counts, "request_rows", "repeats", "rows", "catalogue"):
+        least = 1000 if name in ("rows", "catalogue") else 1
         if getattr(options, name) < least:
             flag = name.replace("_", "-")
             raise ConfigError(
@@ -134,18 +142,6 @@ def job_of(options: BenchFreshnessOptions, root: Path) -> FreshnessJob:
 
 def interval_of(options: BenchFreshnessOptions) -> timedelta:
     return timedelta(milliseconds=options.interval_ms)
-
-
-def export_filled(job: FreshnessJob, root: Path) -> None:
-    """Write the first version of the model, for a server to start from."""
-    job = replace(job, model_dir=f"{root}-run", rate=None, mark_every=0)
-    config = TrainConfig(model_dir=job.model_dir, steps=1, save=SaveConfig(), summary_every_steps=None)
-    task = MarkedClicks(job)
-    made = Trainer(task, config, hooks=lambda run: [FillTables(run, job)]).train()
-    assert made.checkpoint is not None
-    how = how_to_export(ExportConfig(), config)
-    with task_exporter(task, config, how, warm_up=False) as exporter:
-        exporter.export(made.checkpoint, str(root))
 
 
 # From events to answers
@@ -223,6 +219,40 @@ def measure_file(report: Report, job: FreshnessJob, root: Path, options: BenchFr
     report.show("From a line of a file to an answer that knows of it")
 
 
+def measure_lists(report: Report, root: Path, options: BenchFreshnessOptions) -> None:
+    """Wait until lists of best items have new items, and until they have removed ones no more."""
+    # Linear towers that end in fewer floats than they begin with: a row that moves by the gradient of one
+    # event then moves the item's vector towards the user's, nearer than any other item is by chance.
+    job = replace(job_of(options, root), towers=True, dim=64, hidden=(), out=32)
+    job = replace(job, rows=options.catalogue, remove_after=_REMOVE_AFTER)
+    report.say(f"making and exporting a two-tower model of {job.rows:,} users and items")
+    export_filled(job, root / "exported")
+    with (
+        free_url() as url,
+        TrainerProcess(job, url, interval_of(options)) as trainer,
+        served(root / "exported", follow=url) as ports,
+        asking(ports["http"]) as client,
+    ):
+        trainer.wait_until_started()
+        coming = ListWatch(job, trainer.began, client, NAME)
+        going = RemovalWatch(job, trainer.began, trainer.removed, client, NAME)
+        user = {"user": [0]}
+        wait_for(lambda: followed(client.topk(NAME, user).parameters), "the server does not follow")
+        coming.pass_over()
+        coming.watch(max(1, options.marks // 20))  # to warm up
+        report.say(f"waiting for {options.marks} new items in lists")
+        came = coming.watch(options.marks)
+        going.pass_over()
+        report.say(f"waiting for {options.marks} removed items to leave them")
+        went = going.watch(options.marks)
+    add_marks(report, LIST.format(job.rows), came, stages_of(job, trainer))
+    report.add("new items that were in no list in time", "lost", coming.lost, "items")
+    removal = REMOVAL.format(job.rows)
+    add_marks(report, removal, went, stages_of_removal)
+    report.add("removed items that were not seen to leave a list", "lost", going.lost, "items")
+    report.show("From an event, and from a removal, to the list of the best items of a user")
+
+
 StagesOf = Callable[[MarkSeen], Mapping[str, float]]
 
 
@@ -230,6 +260,12 @@ def stages_of(job: FreshnessJob, trainer: TrainerProcess) -> StagesOf:
     """Return what splits a mark's time into stages, given when the trainer had read and trained its batch."""
     told = trainer.batches
     return lambda one: one.stages(*told[job.batch_of_mark(one.number)])
+
+
+def stages_of_removal(one: MarkSeen) -> Mapping[str, float]:
+    """Split the time of a removal, which nothing had to read or to train."""
+    stages = one.stages(one.happened, one.happened)
+    return {name: stages[name] for name in STAGES_OF_MARKS[2:]}
 
 
 def add_marks(
@@ -253,7 +289,7 @@ def add_marks(
         else:
             report.add(f"{case}, {name}", name, value, "ms", note=note)
     stages = [stages_of(one) for one in marks]
-    for stage in STAGES_OF_MARKS:
+    for stage in stages[0]:
         for name, share in (("p50", 0.5), ("p99", 0.99)):
             value = 1e3 * quantile([one[stage] for one in stages], share)
             report.add(f"{case}, {stage}, {name}", f"{stage}_{name}", value, "ms")
@@ -472,6 +508,7 @@ def free_url() -> Iterator[str]:
 
 @contextmanager
 def asking(address: str) -> Iterator[Client]:
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else it logs each of thousands of requests
     with Client(f"http://{address}", options=ClientOptions(retries=0)) as client:
         yield client
 

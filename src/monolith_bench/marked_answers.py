@@ -1,4 +1,4 @@
-"""Asking a server for marked items, until its answers know of them."""
+"""Asking a server about marked items, until its scores or its lists of best items know of them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ from monolith_bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob
 
 STAGES_OF_MARKS = (*STAGES, "ask")
 """And from there until who asks has the answer."""
+BEST = 100
+"""How many items a list of best items has."""
+_PAUSE = 0.01
+"""Seconds between an answer and the next request."""
+_MOST_USERS = 32
+"""Users whose lists are asked for at a time, those of the oldest marks: a server that is late is not asked
+for more and more."""
+_LOOK_BEFORE = 0.1
+"""Seconds before an item is removed in which it must be in the list that it is to leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +75,13 @@ class MarkWatch:
         client: Client,
         model: str,
         *,
-        pause: float = 0.01,
         patience: float = 10.0,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._job, self._began = job, began
         self._client, self._model = client, model
-        self._pause, self._patience = pause, patience
+        self._patience = patience
         self._clock, self._sleep = clock, sleep
         self.next = 0
         """The first mark that was not waited for yet."""
@@ -81,7 +89,7 @@ class MarkWatch:
         """Marks that no answer knew of in time."""
 
     def pass_over(self) -> None:
-        """Leave out the marks that have appeared by now."""
+        """Leave out the marks that have been due by now."""
         while self._happened(self.next) <= self._clock():
             self.next += 1
 
@@ -105,7 +113,7 @@ class MarkWatch:
             self.lost += len(late)
             waiting = [one for one in waiting if one not in over | late]
             between()
-            self._sleep(self._pause)
+            self._sleep(_PAUSE)
         return seen
 
     def ask(self, items: Sequence[int]) -> ClientAnswer:
@@ -125,3 +133,68 @@ class MarkWatch:
 
     def _happened(self, number: int) -> float:
         return self._began + self._job.mark_at(number)
+
+
+class ListWatch(MarkWatch):
+    """Asks for the best items of the users of marked events, until the lists have the new items."""
+
+    def _known(self, waiting: Sequence[int]) -> list[MarkSeen]:
+        lists, answered = self._lists(waiting[:_MOST_USERS])
+        return [
+            MarkSeen(number, self._happened(number), answered, parameters)
+            for number, (listed, parameters) in lists.items()
+            if listed
+        ]
+
+    def _lists(self, marks: Sequence[int]) -> tuple[dict[int, tuple[bool, Mapping[str, Any]]], float]:
+        """Return whether the list of each mark's user has its item, what the answer says, and the time."""
+        users = {"user": [self._job.user_of_mark(number) for number in marks]}
+        answer = self._client.topk(self._model, users, BEST)
+        listed = [MARKED + number in items for number, items in zip(marks, answer.items, strict=True)]
+        return {
+            number: (one, answer.parameters) for number, one in zip(marks, listed, strict=True)
+        }, self._clock()
+
+
+class RemovalWatch(ListWatch):
+    """Asks for the same lists around the time at which the trainer removes the items, until they are gone.
+
+    An item that others push out of a list would look as if it were removed. So only those count that were in
+    the list shortly before, and others are lost.
+
+    Args:
+        removed: Number of a mark -> when its item was removed; grows meanwhile.
+    """
+
+    def __init__(
+        self,
+        job: FreshnessJob,
+        began: float,
+        removed: Mapping[int, float],
+        client: Client,
+        model: str,
+        *,
+        patience: float = 10.0,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(job, began, client, model, patience=patience, clock=clock, sleep=sleep)
+        self._removed = removed
+        self._left: dict[int, tuple[float, Mapping[str, Any]] | None] = {}
+        """Marks that were in a list -> the first answer without them since; None if they still are in it."""
+
+    def _happened(self, number: int) -> float:
+        return super()._happened(number) + self._job.remove_after - _LOOK_BEFORE
+
+    def _known(self, waiting: Sequence[int]) -> list[MarkSeen]:
+        lists, answered = self._lists(waiting[:_MOST_USERS])
+        gone: list[MarkSeen] = []
+        for number, (listed, parameters) in lists.items():
+            if listed:
+                self._left[number] = None
+            elif number in self._left:
+                left = self._left[number] = self._left[number] or (answered, parameters)
+                # The trainer's word may come after the answer, but the removal itself cannot.
+                if self._removed.get(number, left[0] + 1) <= left[0]:
+                    gone.append(MarkSeen(number, self._removed[number], *left))
+        return gone

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from monolith.data import DataConfig, Pipeline, Position, Records, Stream
 from monolith.data.records import LABEL, LINE_ID, BatchSpec
 from monolith.feature import Batch
-from monolith.model import DeepFM
-from monolith.table import Adagrad
+from monolith.model import DeepFM, Feature, TwoTower
+from monolith.table import Adagrad, GroupAdagrad
 from monolith.tensors import RaggedTensor
-from monolith.train import Mode, Task
+from monolith.train import Mode, RetrievalTask, Task
 from monolith_bench.ids import zipf
 
 HEAD = "click"
@@ -58,6 +58,12 @@ class FreshnessJob:
     seed: int = 0
     file: str = ""
     """The file that others append the events to, in place of a stream within the process."""
+    towers: bool = False
+    """Whether the model is a two-tower model, in place of a DeepFM."""
+    out: int = 16
+    """Floats of the vector of a user, and of an item, of a two-tower model."""
+    remove_after: float = 0.0
+    """Seconds after a marked event in which the trainer removes its item; 0 keeps it."""
 
     def mark_at(self, number: int) -> float:
         """Return how many seconds after the beginning a marked event happens."""
@@ -67,6 +73,10 @@ class FreshnessJob:
     def batch_of_mark(self, number: int) -> int:
         """Return the number of the batch that has a marked event."""
         return number * self.mark_every // self.batch
+
+    def user_of_mark(self, number: int) -> int:
+        """Return the user of a marked event, who is in few other events and has a row."""
+        return self.rows - 1 - number % self.rows
 
 
 class MarkedEvents:
@@ -128,8 +138,11 @@ class MarkedEvents:
                 range(-first % job.mark_every, job.batch, job.mark_every), dtype=torch.int64
             )
             if len(marked):
-                columns["item"], columns[LABEL] = columns["item"].clone(), columns[LABEL].clone()
-                columns["item"][marked] = MARKED + (first + marked) // job.mark_every
+                numbers = (first + marked) // job.mark_every
+                for name in (*FEATURES, LABEL):
+                    columns[name] = columns[name].clone()
+                columns["user"][marked] = torch.tensor([job.user_of_mark(one) for one in numbers.tolist()])
+                columns["item"][marked] = MARKED + numbers
                 columns[LABEL][marked] = 1.0
         return Records(job.batch, {name: _plain(column) for name, column in columns.items()})
 
@@ -221,6 +234,56 @@ class MarkedClicks(Task):
 
     def describe(self) -> dict[str, Any]:
         return {"dim": self._job.dim}
+
+
+class MarkedLikes(RetrievalTask):
+    """Learns from live events which items users like.
+
+    A new item should be in its user's list after a single step. So its row moves far, in the direction of its
+    gradient, which is that of the user's vector; that itself hardly moves. And vectors have length 1, so that
+    popular items are not in all lists.
+
+    Args:
+        events: Where they come from, for one run; by default a stream that begins then.
+    """
+
+    def __init__(self, job: FreshnessJob, events: MarkedEvents | None = None) -> None:
+        self._job = job
+        self._events = events
+
+    def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
+        return Pipeline(self._events or MarkedEvents(self._job)).to_batches(EVENT_SPEC)
+
+    def candidates(self) -> Stream[Batch]:
+        raise NotImplementedError("made-up items are not evaluated")
+
+    def model(self) -> TwoTower:
+        job = self._job
+        return TwoTower(
+            [
+                Feature(name="user", optimizer=Adagrad(learning_rate=0.001)),
+                Feature(
+                    name="item", optimizer=GroupAdagrad(learning_rate=1.0, initial_accumulator_value=1e-9)
+                ),
+            ],
+            item=("item",),
+            dim=job.dim,
+            hidden=job.hidden,
+            out=job.out,
+            similarity="cosine",
+            negatives="batch",
+            correction=False,
+            seed=job.seed,
+            threads=1,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"dim": self._job.dim}
+
+
+def task_of(job: FreshnessJob, events: MarkedEvents | None = None) -> Task:
+    """Return what learns from the events of a job."""
+    return MarkedLikes(job, events) if job.towers else MarkedClicks(job, events)
 
 
 def _drawn(rows: int, count: int, random: np.random.Generator) -> Tensor:

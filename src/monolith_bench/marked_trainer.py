@@ -1,8 +1,9 @@
 """The process of `monolith bench freshness` that trains and publishes.
 
 It tells on its standard output, a JSON object in each line, when its stream began, when each batch was read
-and trained on, and when a checkpoint was being saved. It does as standard input says, line by line: `save`
-saves a checkpoint during training, and the process ends at the end of its input.
+and trained on, when the items of marked events were removed, and when a checkpoint was being saved. It does
+as standard input says, line by line: `save` saves a checkpoint during training, and the process ends at the
+end of its input.
 
     python -c COMMAND JOB URL INTERVAL      # JOB: the fields of a FreshnessJob, as JSON
 """
@@ -15,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -24,11 +26,13 @@ import torch
 
 from monolith.errors import MonolithError, UnavailableError
 from monolith.runtime import LocalRun, Trainer
+from monolith.runtime.config import ExportConfig
+from monolith.runtime.export import how_to_export, task_exporter
 from monolith.runtime.publish_shard import PublishPlan
 from monolith.sync.channel_url import open_writer
 from monolith.sync.publish_config import PublishConfig
 from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
-from monolith_bench.marked_events import FreshnessJob, MarkedClicks, MarkedEvents
+from monolith_bench.marked_events import MARKED, FreshnessJob, MarkedEvents, task_of
 
 COMMAND = "import sys; from monolith_bench.marked_trainer import main; sys.exit(main(sys.argv[1:]))"
 _CHUNK = 1 << 16
@@ -49,6 +53,18 @@ class FillTables(Hook):
                 ids = torch.arange(first, min(first + _CHUNK, self._job.rows))
                 values = torch.rand(len(ids), table.dim, generator=random) * 0.1 - 0.05
                 table.assign(ids, values, event_time=1)
+
+
+def export_filled(job: FreshnessJob, root: Path) -> None:
+    """Write the first version of the model, for a server to start from."""
+    job = replace(job, model_dir=f"{root}-run", rate=None, mark_every=0)
+    config = TrainConfig(model_dir=job.model_dir, steps=1, save=SaveConfig(), summary_every_steps=None)
+    task = task_of(job)
+    made = Trainer(task, config, hooks=lambda run: [FillTables(run, job)]).train()
+    assert made.checkpoint is not None
+    how = how_to_export(ExportConfig(), config)
+    with task_exporter(task, config, how, warm_up=False) as exporter:
+        exporter.export(made.checkpoint, str(root))
 
 
 def publish_plan_to(url: str, interval: timedelta) -> PublishPlan:
@@ -77,6 +93,8 @@ class TrainerProcess:
         """When each batch was read and trained on."""
         self.saves: list[tuple[float, float]] = []
         """Of each checkpoint, when it was asked for and when it was on disk."""
+        self.removed: dict[int, float] = {}
+        """Number of a mark -> when its item was removed."""
         self._started = threading.Event()
         self._reader = threading.Thread(target=self._read, name="trainer-told", daemon=True)
         self._reader.start()
@@ -105,6 +123,8 @@ class TrainerProcess:
                 self._started.set()
             elif "batch" in told:
                 self.batches.append(tuple(told["batch"]))
+            elif "removed" in told:
+                self.removed |= dict.fromkeys(told["removed"], told["at"])
             else:
                 self.saves.append(tuple(told["save"]))
         self._started.set()
@@ -147,6 +167,24 @@ class _Teller(Hook):
         self._told += 1
 
 
+class _Remover(Hook):
+    """Removes the items of marked events some time after each, as expiry would."""
+
+    def __init__(self, run: LocalRun, job: FreshnessJob, events: MarkedEvents) -> None:
+        self._run, self._job, self._events = run, job, events
+        self._next = 0
+
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
+        job, now = self._job, time.time()
+        over = (now - self._events.began - job.remove_after) * (job.rate or 0)
+        old = list(range(self._next, int(over // job.mark_every) + 1))
+        if old:
+            self._next = old[-1] + 1
+            (table,) = (one for name, one in self._run.session.model.tables.items() if "item" in name)
+            table.remove(torch.tensor([MARKED + number for number in old]))
+            _tell({"removed": old, "at": now})
+
+
 class _Orders(Hook):
     """Does what standard input says, in a thread of its own."""
 
@@ -183,11 +221,12 @@ def main(arguments: Sequence[str]) -> int:
     )
 
     def hooks(run: LocalRun) -> list[Hook]:
-        return [FillTables(run, job), _Teller(events), _Orders(run)]
+        remover = [_Remover(run, job, events)] if job.remove_after and events is not None else []
+        return [FillTables(run, job), _Teller(events), *remover, _Orders(run)]
 
     plan = publish_plan_to(url, timedelta(seconds=interval))
     try:
-        Trainer(MarkedClicks(job, events), config, hooks=hooks, publish=plan).train()
+        Trainer(task_of(job, events), config, hooks=hooks, publish=plan).train()
     except MonolithError as error:
         sys.stderr.write(f"bench freshness: the process that trains failed: {error}\n")
         return 1

@@ -407,7 +407,8 @@ class BenchFreshnessOptions:
     rate: int = 5000
     """Events per second."""
     marks: int = 1000
-    """The number of events with a new id to wait for, and as many while checkpoints are saved."""
+    """The number of events with a new id to wait for, and as many while checkpoints are saved; also of items
+    that enter lists, and of items that leave them."""
     marks_per_second: int = 25
     """How many of the events have a new id."""
     interval_ms: float = 50.0
@@ -416,6 +417,8 @@ class BenchFreshnessOptions:
     """The number of events in a training step."""
     rows: int = 1_000_000
     """The number of rows of the tables that are trained, and of those that are served."""
+    catalogue: int = 100_000
+    """The number of items, and of users, of the two-tower model whose lists are asked for."""
     dim: int = 16
     """Floats per vector, not counting the bias."""
     train_batch: int = 512
@@ -430,14 +433,16 @@ class BenchFreshnessOptions:
     """How long a window is, of training and of requests; the best window of each counts."""
     repeats: int = 5
     """The number of such windows."""
-    parts: tuple[Literal["answers", "file", "training", "serving"], ...] = (
+    parts: tuple[Literal["answers", "file", "lists", "training", "serving"], ...] = (
         "answers",
         "file",
+        "lists",
         "training",
         "serving",
     )
     """The parts to measure: `answers` is the delay from events to answers, `file` the same with events from a
-    file that grows, `training` training while publishing, `serving` serving while applying updates."""
+    file that grows, `lists` the delay from events and removals to lists of best items, `training` training
+    while publishing, `serving` serving while applying updates."""
     file_rate: int = 200
     """Lines per second that the file grows by."""
     file_batch: int = 512

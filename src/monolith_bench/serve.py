@@ -9,10 +9,12 @@ adds. And it is compared with the fused torch model behind FastAPI and uvicorn (
 JSON, and gRPC and binary HTTP with raw bytes. All are measured by turns; the best of several rounds counts.
 
 Processor time is what a request costs: user and system time of all processes of a server while a client asks,
-divided by the requests that were answered. It depends less on what else the machine does than requests/s.
+divided by the requests that were answered. It depends less on what else the machine does than requests/s. The
+client's own is reported next to it.
 
-Requests that rank 500 items for one user are compared with the same requests in full rows, and requests of
-texts with those of whole numbers. Last, a two-tower model is asked for the best 10 items of catalogues.
+Requests that rank 500 items for one user are compared with the same requests in full rows, requests of texts
+with those of whole numbers, and two runners with one. Last, a two-tower model is asked for the best 10 items
+of catalogues.
 """
 
 from __future__ import annotations
@@ -43,17 +45,20 @@ from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.inference import Inference, InferRequest
 from monolith.serve.server.tensors import WireTensor, raw_bytes
 from monolith.wire.open_inference import message_types
+from monolith_bench.marked_events import FreshnessJob
+from monolith_bench.marked_trainer import export_filled
 from monolith_bench.options import BenchServeOptions
 from monolith_bench.plain_server import BagsModel, FusedModel, plain_request, plain_server
 from monolith_bench.report import Report
 from monolith_bench.serve_load import COMMAND, LoadSeen, percentile
 from monolith_bench.served_deepfm import as_texts, names_of, write_deepfm
-from monolith_bench.served_two_tower import write_two_tower
 
 NAME = "deepfm"
 START_SECONDS = 600.0
 BEST = 10
 """How many items a top-k request asks for."""
+RUNNER_CONNECTIONS = 8
+"""Callers of servers with one runner and with two."""
 BARE = "the bare predictor"
 TORCH = "plain torch, eager"
 FUSED = "plain torch, eager, one table"
@@ -96,6 +101,7 @@ def run(options: BenchServeOptions) -> int:
             measure_served(report, predictor, root, options)
             with served(root) as ports:
                 measure_ranking(report, ports, options)
+            measure_runners(report, root, options)
         measure_texts(report, Path(folder), options)
         measure_topk(report, Path(folder), options)
     report.finish()
@@ -172,7 +178,10 @@ def measure_served(report: Report, predictor: Predictor, root: Path, options: Be
     )
     inference.repository.refresh()
     report.say(f"starting a server of {options.processes} processes, and one of FastAPI")
-    with served(root, options.processes) as ours, plain_server(options) as (plain, plain_process):
+    with (
+        served(root, "--processes", str(options.processes)) as ours,
+        plain_server(options) as (plain, plain_process),
+    ):
         grpc, http, process = ours["grpc"], ours["http"], int(ours["process"])
         seconds = options.seconds / options.repeats
         for batch in options.batches:
@@ -274,6 +283,29 @@ def _compare(
             report.compare(f"{case}, {way}{asked[0][2]}", metric, found[metric][0], unit, {baseline: value})
 
 
+def measure_runners(report: Report, root: Path, options: BenchServeOptions) -> None:
+    """Compare a server that computes two batches at a time with one that computes one, by turns."""
+    case = ServeCase(max(options.batches), RUNNER_CONNECTIONS)
+    (columns,) = columns_of(options, case.batch, 1)
+    report.say(f"one runner and two, {case}")
+    rounds: dict[int, list[LoadSeen]] = {1: [], 2: []}
+    with served(root) as one, served(root, "--runners", "2") as two:
+        for _ in range(options.repeats):
+            for runners, ports in ((1, one), (2, two)):
+                request = http_request(columns, binary=True)
+                wire = Wire("http", ports["http"], int(ports["process"]), request)
+                rounds[runners].append(over_wire(wire, case, options.seconds / options.repeats))
+    baseline = f"{case}, HTTP, binary, 1 runner"
+    alone, both = (_numbers(best_of(seen)) for seen in rounds.values())
+    for metric, (value, unit) in alone.items():
+        report.add(baseline, metric, value, unit)
+        if metric in both:
+            report.compare(
+                f"{case}, HTTP, binary, 2 runners", metric, both[metric][0], unit, {baseline: value}
+            )
+    report.show("Two batches at a time compared with one, one process")
+
+
 def measure_topk(report: Report, folder: Path, options: BenchServeOptions) -> None:
     """Ask a two-tower model for the best items of one user, one caller at a time."""
     user = {"user": np.array([1])}
@@ -285,7 +317,10 @@ def measure_topk(report: Report, folder: Path, options: BenchServeOptions) -> No
         case = f"top {BEST} of {items:,} items"
         report.say(case)
         root = folder / f"two-tower-{items}"
-        write_two_tower(root, items, dim=options.dim, hidden=options.hidden, seed=options.seed)
+        job = FreshnessJob(
+            model_dir="", rows=items, dim=options.dim, hidden=options.hidden, seed=options.seed, towers=True
+        )
+        export_filled(job, root)
         with served(root) as ports:
             for way, (kind, request) in wires.items():
                 wire = Wire(kind, ports[kind], int(ports["process"]), request)
@@ -307,6 +342,7 @@ def best_of(rounds: Sequence[LoadSeen]) -> LoadSeen:
     return replace(
         fastest,
         processor=min(seen.processor / seen.requests for seen in rounds) * fastest.requests,
+        client=min(seen.client / seen.requests for seen in rounds) * fastest.requests,
         failed=sum(seen.failed for seen in rounds),
     )
 
@@ -319,7 +355,11 @@ def add_case(report: Report, case: ServeCase, found: Mapping[str, LoadSeen]) -> 
         note = f"{found[way].failed} failed" if found[way].failed else None
         for metric, (value, unit) in _numbers(found[way]).items():
             if beside:
-                others = {f"{case}, {one}": _numbers(found[one])[metric][0] for one in beside}
+                others = {
+                    f"{case}, {one}": numbers[metric][0]
+                    for one in beside
+                    if metric in (numbers := _numbers(found[one]))  # the bare predictor has no client
+                }
                 report.compare(f"{case}, {way}", metric, value, unit, others, note=note)
             else:
                 report.add(f"{case}, {way}", metric, value, unit, note=note)
@@ -327,7 +367,8 @@ def add_case(report: Report, case: ServeCase, found: Mapping[str, LoadSeen]) -> 
 
 def _numbers(seen: LoadSeen) -> dict[str, tuple[float, str]]:
     """Return what is reported of some requests: metric -> value, unit."""
-    cost = {"processor_time": (seen.processor / seen.requests * 1e3, "ms")} if seen.processor else {}
+    spent = {"processor_time": seen.processor, "client_processor_time": seen.client}
+    cost = {name: (value / seen.requests * 1e3, "ms") for name, value in spent.items() if value}
     return {
         "requests_per_s": (seen.requests / seen.seconds, "requests/s"),
         **cost,
@@ -414,16 +455,17 @@ def over_wire(wire: Wire, case: ServeCase, seconds: float) -> LoadSeen:
 
 
 @contextmanager
-def served(root: Path, processes: int = 1, *, follow: str | None = None) -> Iterator[dict[str, str]]:
+def served(root: Path, *more: str, follow: str | None = None) -> Iterator[dict[str, str]]:
     """Run `monolith serve` while the block lasts; yield its addresses, and its `process`.
 
     Args:
+        more: Further words of the command.
         follow: Where a trainer publishes.
     """
     words = ["-m", "monolith", "serve", f"{NAME}={root}", "--http-port", "0", "--grpc-port", "0"]
     # What trains here is no run with a folder: its rows are taken for those of any export.
     following = [] if follow is None else ["--follow", follow, "--follow-any-run"]
-    words += ["--processes", str(processes), *following]
+    words += [*more, *following]
     process = subprocess.Popen(
         [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ
     )

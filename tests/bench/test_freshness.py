@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -18,10 +19,10 @@ pytest.importorskip("uvicorn")
 
 from monolith.cli.main import main
 from monolith.data.records import LABEL
-from monolith.serve import ClientAnswer
+from monolith.serve import ClientAnswer, TopKAnswer
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.sync.messages import Delta, PublishState
-from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
+from monolith_bench.marked_answers import STAGES_OF_MARKS, ListWatch, MarkSeen, MarkWatch, RemovalWatch
 from monolith_bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob, MarkedEvents
 from monolith_bench.row_feed import START, RowFeed
 
@@ -53,7 +54,7 @@ def measured(*words: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return measured("--parts", "answers")
+    return measured("--parts", "answers", "lists")
 
 
 def value(report: dict[str, Any], case: str) -> float:
@@ -90,6 +91,20 @@ def test_freshness_while_saving_is_compared_with_freshness_alone(report: dict[st
     assert beside == [(f"{saving}, {name}", f"event to answer, {name}") for name in ("p50", "p99")]
 
 
+@pytest.mark.parametrize(
+    ("case", "stages"), [("event to list", STAGES_OF_MARKS), ("removal to list", STAGES_OF_MARKS[2:])]
+)
+def test_new_and_removed_items_are_followed_into_lists(
+    report: dict[str, Any], case: str, stages: Sequence[str]
+) -> None:
+    case = f"{case}, 1,000 items"
+    assert 0 < value(report, f"{case}, p50") <= value(report, f"{case}, p99")
+    for stage in stages:
+        assert 0 <= value(report, f"{case}, {stage}, p50") <= value(report, f"{case}, p99")
+    assert value(report, "new items that were in no list in time") <= 2  # chance may rank an item lower
+    assert value(report, "removed items that were not seen to leave a list") <= 2
+
+
 @pytest.mark.soak
 def test_publishing_and_applying_are_compared_with_neither() -> None:
     report = measured("--parts", "training", "serving", "--rollback")
@@ -104,6 +119,7 @@ def test_publishing_and_applying_are_compared_with_neither() -> None:
     [
         (["--marks", "0"], "--marks must be at least 1"),
         (["--rows", "10"], "--rows must be at least 1000"),
+        (["--catalogue", "10"], "--catalogue must be at least 1000"),
         (["--interval-ms", "0"], "--interval-ms and --seconds must be above 0"),
         (["--rate", "10"], "--marks-per-second must be at most --rate"),
     ],
@@ -142,6 +158,8 @@ def test_marked_events_show_items_by_their_number() -> None:
         items = columns["item"].flat_values
         assert {int(at): int(items[at]) - MARKED for at in (items >= MARKED).nonzero()} == marks
         assert all(columns[LABEL].flat_values[at] == 1 for at in marks)
+        users = columns["user"].flat_values
+        assert all(users[at] == JOB.user_of_mark(number) for at, number in marks.items())
         assert all(JOB.batch_of_mark(number) == batch for number in marks.values())
     assert JOB.mark_at(2) == 0.5
 
@@ -187,6 +205,58 @@ def test_earlier_marks_may_be_skipped() -> None:
     watch = MarkWatch(JOB, 1000.0, client, "m", clock=clock, sleep=clock.sleep)
     watch.pass_over()
     assert watch.next == 3
+
+
+class ListingClient:
+    """Lists the item of a mark for its user, from some time after its event to a later one."""
+
+    def __init__(self, clock: FakeClock, listed: Mapping[int, tuple[float, float]]) -> None:
+        self._clock = clock
+        self._listed = listed
+        self.most = 0
+
+    def topk(self, model: str, users: Mapping[str, Sequence[int]], k: int) -> TopKAnswer:
+        self.most = max(self.most, len(users["user"]))
+        lists = [[1, 2, *self._of(user)] for user in users["user"]]
+        splits = np.cumsum([0, *map(len, lists)])
+        items, scores = np.concatenate([*map(np.array, lists)]), np.zeros(splits[-1])
+        assert len(items) <= k * len(lists)
+        return TopKAnswer(model, "1", {"item": items, "item.row_splits": splits, "score": scores})
+
+    def _of(self, user: int) -> list[int]:
+        number = JOB.rows - 1 - user
+        begin, end = self._listed.get(number, (1e9, 1e9))
+        return [MARKED + number] if begin <= self._clock() - 1000.0 - JOB.mark_at(number) < end else []
+
+
+def test_a_new_item_is_known_when_the_list_of_its_user_has_it() -> None:
+    clock = FakeClock()
+    client: Any = ListingClient(clock, {0: (0.3, 1e9), 1: (0.04, 1e9)})
+    watch = ListWatch(JOB, 1000.0, client, "m", patience=2.0, clock=clock, sleep=clock.sleep)
+    seen = {one.number: one.seconds for one in watch.watch(3)}
+    assert seen == pytest.approx({0: 0.3, 1: 0.04}, abs=0.011)
+    assert watch.lost == 1
+
+
+def test_a_list_is_asked_for_the_oldest_marks_first_and_not_for_more_and_more() -> None:
+    clock = FakeClock()
+    client: Any = ListingClient(clock, dict.fromkeys(range(60), (5.0, 1e9)))
+    clock.now += 20
+    watch = ListWatch(JOB, 1000.0, client, "m", patience=60.0, clock=clock, sleep=clock.sleep)
+    assert sorted(one.number for one in watch.watch(60)) == list(range(60))
+    assert client.most == 32
+
+
+def test_a_removed_item_is_gone_when_the_list_that_had_it_has_it_no_more() -> None:
+    clock = FakeClock()
+    job = replace(JOB, remove_after=1.0)
+    removed = {number: 1000.0 + JOB.mark_at(number) + 1.05 for number in range(4)}
+    # 2 leaves its list before it is removed and 3 was never in it: neither says anything of the removal.
+    client: Any = ListingClient(clock, {0: (0.1, 1.3), 1: (0.1, 1.1), 2: (0.1, 0.9)})
+    watch = RemovalWatch(job, 1000.0, removed, client, "m", patience=2.0, clock=clock, sleep=clock.sleep)
+    seen = {one.number: one.seconds for one in watch.watch(4)}
+    assert seen == pytest.approx({0: 0.25, 1: 0.05}, abs=0.011)
+    assert watch.lost == 2
 
 
 def test_stages_of_a_mark_add_up() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from monolith.data.formats.memory import to_records
 from monolith.data.records import Records
-from monolith.data.shuffling import Batcher, Block, ShuffledBlock, Shuffler
+from monolith.data.shuffling import Batcher, Block, ShuffledBlock, Shuffler, permutation
 from monolith.errors import DataError
+from monolith.table.hashing import mix, mix_one
 
 
 def block(*numbers: int, first: int = 0, length: int = 0, taken: int = 0) -> Block[int]:
@@ -70,3 +72,11 @@ def test_a_shuffled_block_that_was_longer_before_is_refused_by_the_name_of_its_d
     list(shuffler.add(block(0, 1, length=3, taken=1)))
     with pytest.raises(DataError, match="the data at 0 has fewer records than when its position was saved"):
         shuffler.end(2)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 100, 4097, 70_000])
+def test_an_order_is_that_of_hashes_which_the_key_decides(count: int) -> None:
+    state = np.uint64(mix_one((mix_one(7 + 1) + 3 + 1) & 0xFFFF_FFFF_FFFF_FFFF))
+    hashes = mix(mix(np.arange(count, dtype=np.uint64) ^ state) + state)
+    assert permutation(count, 7, 3).tolist() == np.argsort(hashes).tolist()
+    assert sorted(permutation(count, 7, 4).tolist()) == list(range(count))

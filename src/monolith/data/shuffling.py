@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from monolith import native
 from monolith.data.records import Records, concat
 from monolith.errors import ConfigError, DataError
-from monolith.table.hashing import mix, mix_one
+from monolith.table.hashing import mix_one
 
 _ALL_BITS = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -51,7 +51,7 @@ class ShuffleConfig:
     files: bool = True
     """Whether a list of files is shuffled over its whole length: pieces of all files are read in a random
     order, a new one in each epoch. False permutes `buffer` records at a time, in the order of the files."""
-    piece_bytes: int = 128 << 10
+    piece_bytes: int = 512 << 10
     """Bytes of a text or TFRecord file that are one piece; of Parquet, a row group is."""
 
     def __post_init__(self) -> None:
@@ -106,9 +106,7 @@ def permutation(count: int, *key: int) -> Tensor:
     state = 0
     for number in key:
         state = mix_one((state + number + 1) & _ALL_BITS)
-    # `mix` is a bijection, so no two hashes tie; the low bits of nearby keys are far apart after it.
-    hashes = mix(np.arange(count, dtype=np.uint64) ^ np.uint64(state))
-    return torch.from_numpy(np.argsort(mix(hashes + np.uint64(state))))
+    return torch.from_numpy(native.permutation(count, state))
 
 
 @dataclass(frozen=True, slots=True)

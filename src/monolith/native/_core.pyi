@@ -1321,6 +1321,11 @@ def hash_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | 
     A hash of what each of these rows has in some columns, given as (number, whether it holds times).
     """
 
+def permutation(count: int, state: int) -> NDArray[numpy.int64]:
+    """
+    The numbers from 0 to `count` - 1 in an order that `state` decides: by mix(mix(i ^ state) + state).
+    """
+
 class CudaError(RuntimeError):
     pass
 

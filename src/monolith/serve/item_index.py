@@ -421,7 +421,9 @@ class ItemIndex:
             if present is None:
                 raise ConfigError("top-k needs the rows in this process; serve an export without --shards")
             if self._catalogue is None:
-                names = present.tolist()
+                # Sorted: thousands of IDs in the order of a hash table collide in the one that a batch's
+                # distinct IDs are found with, which takes a hundred times as long.
+                names = present.sort().values.tolist()
                 slot_of = {id_: slot for slot, id_ in enumerate(names)}
                 alive = torch.ones(len(names), dtype=torch.bool)
                 by_name: dict[Any, int] = slot_of

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from serve.server.linear import LinearCatalog, LinearModel, one_model
-from serve.server.serving import PATIENCE, GrpcClient, rows_message, serving
+from serve.server.serving import PATIENCE, GrpcClient, refusal, rows_message, serving
 
 from monolith import __version__
 from monolith.cluster.security import Guard
@@ -30,12 +30,6 @@ def client(served):
 
 def scores(answer, output=0):
     return np.frombuffer(answer.raw_output_contents[output], np.float32).tolist()
-
-
-def refusal(call, *arguments, **options):
-    with pytest.raises(grpc.RpcError) as caught:
-        call(*arguments, **options)
-    return caught.value.code(), caught.value.details()
 
 
 def test_the_server_reports_its_name_and_its_state(client):

@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from monolith import filesystem
 from monolith.concurrency import ThreadPoolExecutor
@@ -156,13 +155,17 @@ class _Turns(NamedTuple):
 class _PieceReader:
     """An open piece, with its current chunk in random order."""
 
-    def __init__(self, cursor: OpenPiece, end: int | None, chunks: Iterator[Chunk]) -> None:
+    def __init__(
+        self, cursor: OpenPiece, end: int | None, chunks: Iterator[Chunk], shuffled: Records | None = None
+    ) -> None:
         self.epoch, self.file = cursor.epoch, cursor.file
         self.place = self.next = cursor.place
         self.skip = cursor.skip
         self.end = end
         """Where the piece ends; None for the end of the file."""
         self.chunks = chunks
+        self.shuffled = shuffled
+        """The records of the first chunk in their random order, if another thread has put them into it."""
         self.records = Records(0, {})
         self.chunk = _OpenChunk(cursor, None)
         """What `records` are; the same object until the next chunk is read."""
@@ -231,7 +234,7 @@ class ShuffledPieces:
         self._ends: list[dict[int, int | None] | None] = [None] * len(paths)
         """By file, if its bounds are known: where each of its pieces begins, and ends."""
         self._plans: dict[Shard, NDArray[np.int64]] = {}
-        self._orders: dict[tuple[int, Shard], Tensor] = {}
+        self._orders: dict[tuple[int, Shard], NDArray[np.int64]] = {}
         self._parts: dict[tuple[int, int], tuple[float, float]] = {}
         """By chunk of a file that cannot be split: the fraction of the file before it and up to its end."""
 
@@ -267,19 +270,20 @@ class ShuffledPieces:
     def _piece(self, unopened: Unopened) -> tuple[int, int] | None:
         """Return the first of some unopened pieces, as a file and a place; None if there is none."""
         shard = Shard(unopened.worker, unopened.workers)
-        plan = self._plan(shard)
-        if unopened.first >= len(plan):
+        if unopened.first >= len(self._plan(shard)):
             return None
-        file, place = plan[int(self._order(unopened.epoch, shard)[unopened.first])].tolist()
+        file, place = self._order(unopened.epoch, shard)[unopened.first].tolist()
         return file, place
 
-    def _order(self, epoch: int, shard: Shard) -> Tensor:
-        """Return the order in which an epoch opens the pieces of a worker's plan."""
+    def _order(self, epoch: int, shard: Shard) -> NDArray[np.int64]:
+        """Return the pieces of a worker's plan in the order in which an epoch opens them."""
         key = (epoch, shard)
         if key not in self._orders:
             if len(self._orders) > 16:  # epochs that are over
                 self._orders.clear()
-            self._orders[key] = permutation(len(self._plan(shard)), self._shuffle.seed, epoch)
+            plan = self._plan(shard)
+            order = permutation(len(plan), self._shuffle.seed, epoch)
+            self._orders[key] = plan[order.numpy()]
         return self._orders[key]
 
     def is_over(self, cursor: ShuffleCursor) -> bool:
@@ -295,8 +299,7 @@ class ShuffledPieces:
             left.update(range(shard.worker, len(self._paths), shard.workers))
         for one in cursor.rest:
             part = Shard(one.worker, one.workers)
-            order = self._order(one.epoch, part)[one.first :: one.step]
-            left.update(self._plan(part)[order.numpy(), 0].tolist())
+            left.update(self._order(one.epoch, part)[one.first :: one.step, 0].tolist())
         return {self._paths[number] for number in left}
 
     def _unopened(self, cursor: ShuffleCursor, shard: Shard) -> int | None:
@@ -411,9 +414,19 @@ class ShuffledPieces:
             return None
         chunks = self._split.chunks(self._paths[piece.file], start=piece.place, columns=self._columns)
         chunk = next(chunks, None)
-        if chunk is not None:
-            chunk.records.prepare()
-        return LoadedPiece(chunk, chunks)
+        if chunk is None:
+            return LoadedPiece(None, None, chunks)
+        if chunk.next == ends.get(piece.place):
+            # Most pieces are one chunk. Its file is closed here, in a thread that has time for it.
+            close_iterator(chunks)
+            chunks = iter(())
+        return LoadedPiece(chunk, self._shuffled(chunk.records, piece), chunks)
+
+    def _shuffled(self, records: Records, chunk: OpenPiece) -> Records:
+        """Return the records of a chunk in its order, which only depends on the seed, the epoch and where it
+        is."""
+        path = zlib.crc32(self._paths[chunk.file].encode())
+        return records.take(permutation(len(records), self._shuffle.seed, chunk.epoch, path, chunk.place))
 
     def _has_more(self, readers: Sequence[_PieceReader], cursor: ShuffleCursor) -> bool:
         """Whether open pieces are read in turn: their epoch has more pieces to open, or a piece more
@@ -485,7 +498,7 @@ class ShuffledPieces:
             cursor = replace(cursor, rest=rest, opened=cursor.opened + 1)
             piece = OpenPiece(unopened.epoch, *found)
             loaded = None if self._loader is None else self._loader.take(used // max(len(readers), 1))
-            reader = self._reader(piece, None if loaded is None else loaded.chunks())
+            reader = self._reader(piece, loaded)
             try:
                 cursor = self._read_chunk(reader, cursor)
             finally:
@@ -496,7 +509,7 @@ class ShuffledPieces:
                 buffered, used = buffered + len(reader.records), used + reader.bytes
         return cursor
 
-    def _reader(self, cursor: OpenPiece, loaded: Iterator[Chunk] | None = None) -> _PieceReader:
+    def _reader(self, cursor: OpenPiece, loaded: LoadedPiece | None = None) -> _PieceReader:
         path, ends = self._paths[cursor.file], self._ends[cursor.file]
         if ends is None:  # a file of a former worker
             ends = self._ends[cursor.file] = self._find_ends(cursor.file)
@@ -506,8 +519,10 @@ class ShuffledPieces:
             )
         # If a payload is a batch of records, a cursor may be inside a piece.
         begin = max((one for one in ends if one <= cursor.place), default=0)
-        chunks = loaded or self._split.chunks(path, start=cursor.place, columns=self._columns)
-        return _PieceReader(cursor, ends.get(begin), chunks)
+        if loaded is None:
+            chunks = self._split.chunks(path, start=cursor.place, columns=self._columns)
+            return _PieceReader(cursor, ends.get(begin), chunks)
+        return _PieceReader(cursor, ends.get(begin), loaded.chunks(), loaded.shuffled)
 
     def _read_chunk(self, reader: _PieceReader, cursor: ShuffleCursor, size: int = 0) -> ShuffleCursor:
         """Read the next chunk of a piece that has records; return the cursor with the new counts.
@@ -535,10 +550,10 @@ class ShuffledPieces:
                 cursor = replace(cursor, good=good, bad=bad)
             if reader.end is None:
                 self._note_fraction(reader, path, chunk)
+            shuffled, reader.shuffled = reader.shuffled, None
             if len(chunk.records):
-                # Every chunk has its own order, which only depends on the seed, the epoch and where it is.
-                key = (self._shuffle.seed, reader.epoch, zlib.crc32(path.encode()), reader.place)
-                reader.records = chunk.records.take(permutation(len(chunk.records), *key))
+                here = OpenPiece(reader.epoch, reader.file, reader.place)
+                reader.records = self._shuffled(chunk.records, here) if shuffled is None else shuffled
                 reader.bytes = chunk.records.nbytes
         reader.note_chunk()
         if size:

@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple, Self, TypeVar
 
 from monolith.concurrency import Future, ThreadPoolExecutor
 from monolith.data.format import Chunk
+from monolith.data.records import Records
 
 T = TypeVar("T")
 
@@ -100,10 +101,14 @@ class InOrder(Generic[T]):
 
 
 class LoadedPiece(NamedTuple):
-    """A piece that was read ahead: its first chunk, None if there is none, and the chunks after it."""
+    """A piece that was read ahead."""
 
     chunk: Chunk | None
+    """Its first chunk; None if there is none."""
+    shuffled: Records | None
+    """The records of the first chunk in their random order."""
     rest: Iterator[Chunk]
+    """The chunks after the first."""
 
     def chunks(self) -> Iterator[Chunk]:
         try:

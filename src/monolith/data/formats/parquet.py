@@ -88,11 +88,12 @@ def arrow_records(
     """
     # The reader takes "a" for "a.b", too; so the names are gone through once more.
     columns, kinds = {}, {}
+    one_each = torch.arange(table.num_rows + 1)
     for name in names:
         column = table.column(name)
         array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
         try:
-            columns[name] = _to_ragged(array, (declared or {}).get(name))
+            columns[name] = _to_ragged(array, (declared or {}).get(name), one_each)
         except DataError as cause:
             raise DataError(
                 f"{path}: column {name!r} has the type {array.type}, which cannot be read. "
@@ -124,7 +125,12 @@ def kind_of(kind: Any) -> ColumnKind | None:
     return ColumnKind(str(kind), single)
 
 
-def _to_ragged(array: Any, declared: torch.dtype | None) -> RaggedTensor:
+def _to_ragged(array: Any, declared: torch.dtype | None, one_each: torch.Tensor) -> RaggedTensor:
+    """Return a column of Arrow as ours.
+
+    Args:
+        one_each: The splits of a column with one value in each row, which all such columns share.
+    """
     pa, compute, _, types = import_arrow()
     if types.is_null(array.type):  # nothing but nulls: without a type, which the next file may well have
         return empty_rows(torch.float32 if declared in (None, TIME) else declared, len(array))
@@ -142,11 +148,16 @@ def _to_ragged(array: Any, declared: torch.dtype | None) -> RaggedTensor:
             rows = np.repeat(np.arange(len(lengths)), lengths)
             lengths = np.bincount(rows[valid], minlength=len(lengths)).astype(np.int64)
             values = values.drop_null()
-    else:
+    elif array.null_count:
         lengths = _numpy(array.is_valid()).astype(np.int64)
         values = array.drop_null()
+    else:
+        lengths = np.ones(len(array), np.int64)
+        values = array
     if types.is_floating(values.type) and declared in (torch.int64, TIME):
         return _whole(_numpy(values), lengths, declared)
+    if values is array:
+        return RaggedTensor(_values(values), one_each, validate=False)
     return RaggedTensor.from_row_lengths(_values(values), torch.from_numpy(lengths), validate=False)
 
 

@@ -33,6 +33,7 @@ from monolith.serve.server.inference import (
     NO_CONTROL_TOKEN,
     PLATFORM,
     SERVER_NAME,
+    SPLIT,
     TIMEOUT,
     UNLOAD_PARAMETERS,
     VERSION,
@@ -402,9 +403,16 @@ class GrpcPort:
 
     def _repository_model_load(self, request: Any, context: Any) -> Any:
         self._check_control(context)
-        check_parameters("a load", request.parameters, ())
-        self._inference.repository.load(request.model_name)
-        self._peers.tell("load", request.model_name)
+        check_parameters("a load", request.parameters, (SPLIT,))
+        if SPLIT in request.parameters:
+            targets = _parameter(request.parameters, SPLIT, "")
+            if not isinstance(targets, str):
+                raise RequestError(f"the parameter {SPLIT!r} must be a text, MODEL[/VERSION][:WEIGHT],...")
+            self._inference.set_split(request.model_name, targets)
+            self._peers.set_split(request.model_name, targets)
+        else:
+            self._inference.repository.load(request.model_name)
+            self._peers.tell("load", request.model_name)
         return self._types.RepositoryModelLoadResponse()
 
     def _repository_model_unload(self, request: Any, context: Any) -> Any:

@@ -441,7 +441,7 @@ class HttpApi:
             )
         self._inference.set_split(name, targets)
         if PEER_HEADER not in request.headers:
-            self._peers.set_split(name, request.body)
+            self._peers.set_split(name, targets)
         return _json(self._inference.traffic.described())
 
     def _change(self, name: str, verb: str, request: HttpRequest) -> HttpReply:

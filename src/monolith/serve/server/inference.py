@@ -124,8 +124,12 @@ _LOWEST_PRIORITY = 9
 VERSION = "version"
 UNLOAD_PARAMETERS = ("unload_dependents", VERSION)
 """The first is sent by Triton's clients with every unload; no model here depends on another."""
-NO_CONTROL = "this server does not load or unload models on request; start it with --allow-control"
-NO_CONTROL_TOKEN = "loading or unloading a model needs the control token, not the predict token"
+SPLIT = "split"
+"""A parameter of a load over gRPC, whose protocol has no call for splits: the new targets of the name."""
+NO_CONTROL = (
+    "this server does not load or unload models, or change splits, on request; start it with --allow-control"
+)
+NO_CONTROL_TOKEN = "loading or unloading a model, or a change of a split, needs the control token"
 INTERNAL = "the server failed to answer this request; its log says why"
 
 GRPC_STATUS: Mapping[str, str] = {

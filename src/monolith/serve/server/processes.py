@@ -57,8 +57,9 @@ class ServerProcesses:
         said = json.dumps({"parameters": dict(parameters or {})}).encode()
         self._tell(f"{verb} model {model!r}", f"/v2/repository/models/{quote(model, safe='')}/{verb}", said)
 
-    def set_split(self, name: str, body: bytes) -> None:
+    def set_split(self, name: str, targets: str) -> None:
         """Have the peers divide the requests for a name in the same way."""
+        body = json.dumps({"targets": targets}).encode()
         self._tell(f"split requests for {name!r}", f"/v2/splits/{quote(name, safe='')}", body)
 
     def splits(self) -> dict[str, str] | None:

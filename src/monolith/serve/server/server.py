@@ -9,7 +9,6 @@ stop sending; it accepts no new requests; it drains the requests in flight; it c
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import ssl
@@ -207,7 +206,7 @@ class InferenceServer:
                 self.inference.repository.refresh()
                 if self._peers.index == 0:  # one process decides for all
                     for name, targets in self.inference.guide_canaries().items():
-                        self._peers.set_split(name, json.dumps({"targets": targets}).encode())
+                        self._peers.set_split(name, targets)
             except Exception:  # whatever it is, the loaded models still answer
                 _log.exception("polling for new versions failed")
 
