@@ -2,7 +2,8 @@
 
 `http_loop` reads and writes for all connections. Work that would block it, such as decoding, waiting for the
 model and encoding, is done on other threads. Bodies are read here, within bytes and time. Health probes are
-answered on the loop: they wait for no thread and count in no quota.
+answered on the loop: they wait for no thread and count in no quota. So is a short request that is alone: the
+way to another thread and back would take a third of its time (docs/decisions/0077).
 
 The Open Inference Protocol over HTTP: from a whole request to a whole answer, on any thread.
 
@@ -113,6 +114,8 @@ class _App:
         self._patience = limits.read_timeout.total_seconds()
         self._concurrency = limits.concurrency
         self._reading = 0
+        self._quick_from = 0.0
+        """When requests may be answered on the loop again, by its clock."""
         self._threads = threads
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -156,7 +159,26 @@ class _App:
             return  # the caller is gone
         request.body = body
         loop = asyncio.get_running_loop()
+        if self._may_be_quick(request, loop.time()):
+            await asyncio.sleep(0)  # what else has arrived by now is counted then
+            if self._reading == 1 and self._api.is_idle:
+                begun = loop.time()
+                reply = self._api.answer(request)
+                if loop.time() - begun > QUICK_SECONDS:
+                    self._quick_from = loop.time() + REST_SECONDS
+                await _write(send, reply)
+                return
         await _write(send, await loop.run_in_executor(self._threads, self._api.answer, request))
+
+    def _may_be_quick(self, request: HttpRequest, now: float) -> bool:
+        """Whether a request may be answered on the loop, if it is alone: a short one that asks a model."""
+        return (
+            self._reading == 1
+            and len(request.body) <= QUICK_BYTES
+            and now >= self._quick_from
+            and request.path.endswith("/infer")
+            and "content-encoding" not in request.headers
+        )
 
     async def _body(self, request: HttpRequest, receive: Receive) -> bytes | None:
         most = self._api.most_bytes(request.headers)
@@ -207,6 +229,11 @@ PROBES = ("/v2/health/live", "/v2/health/ready")
 """Answered for every client, whatever quota is used up: a probe has no token, and they say nothing
 else."""
 _RETRY = {"retry-after": "1"}
+QUICK_BYTES = 64 << 10
+QUICK_SECONDS = 0.01
+REST_SECONDS = 1.0
+"""The largest body that is answered on the loop, and if that took longer than `QUICK_SECONDS`, for how long
+no other is: a large model must not keep probes waiting again and again."""
 
 
 @dataclass(slots=True)
@@ -253,6 +280,11 @@ class HttpApi:
         self._json = JsonReader(limits)
         self._most = limits.request_bytes
         self._most_json = min(limits.json_bytes, limits.request_bytes)
+
+    @property
+    def is_idle(self) -> bool:
+        """See `Inference.is_idle`."""
+        return self._inference.is_idle
 
     def refused(self, method: str, headers: Mapping[str, str]) -> HttpReply | None:
         """Return the answer to a caller that is not admitted, before its body is read; None for others."""

@@ -312,6 +312,12 @@ class Inference:
         """Whether every wanted model has a version that can answer, and the server is not draining."""
         return not self._draining and self.repository.all_ready
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a request would be answered at once: none is in flight, and no model waits for another
+        process."""
+        return self._in_flight == 0 and self.repository.answers_here
+
     def infer(self, request: InferRequest) -> InferReply:
         """Answer a request.
 
