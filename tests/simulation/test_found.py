@@ -40,8 +40,8 @@ FOUND = [
     ),
     (
         "checkpoints",
-        2014,
-        "a step was saved again, and a later increment of its old content stayed the newest checkpoint",
+        10084,
+        "a kill while the best checkpoint was named left a temporary file for good",
     ),
     (
         "keep_going",
