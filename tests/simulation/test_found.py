@@ -49,6 +49,11 @@ FOUND = [
         "a worker that joined and ended while the chief was cut off was not counted when server 0 was lost",
     ),
     (
+        "elastic",
+        3180,
+        "a thread of a failed attempt took a file, which the next attempt took for one that it had read",
+    ),
+    (
         "together",
         5001,
         "a worker without retries left joined its servers again and again, and never ended",

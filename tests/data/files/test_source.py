@@ -749,6 +749,18 @@ def test_a_commit_while_reading_finishes_each_file_once() -> None:
     assert queue.state()["waiting"] == []
 
 
+def test_a_thread_that_still_reads_a_closed_source_takes_no_more_files() -> None:
+    def close_and_give_back(_: float) -> None:
+        source.close()
+        queue.release("other")
+
+    queue = LocalFileQueue(["a"], pause=close_and_give_back)
+    assert queue.take("other") is not None
+    source = queued(0, queue, Chunks({"a": [[1]]}))
+    assert read(source) == []
+    assert read(queued(0, queue, Chunks({"a": [[1]]}))) == [[1]]
+
+
 def test_closing_gives_files_back() -> None:
     form = Chunks({"a": [[1, 2, 3, 4]]})
     queue = LocalFileQueue(["a"])
