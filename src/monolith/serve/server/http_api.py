@@ -2,8 +2,8 @@
 
 `http_loop` reads and writes for all connections. Work that would block it, such as decoding, waiting for the
 model and encoding, is done on other threads. Bodies are read here, within bytes and time. Health probes are
-answered on the loop: they wait for no thread and count in no quota. So is a short request that is alone: the
-way to another thread and back would take a third of its time (docs/decisions/0077).
+answered on the loop: they wait for no thread and count in no quota. So is a short request that is alone: it
+saves the way to another thread and back (docs/decisions/0077).
 
 The Open Inference Protocol over HTTP: from a whole request to a whole answer, on any thread.
 
