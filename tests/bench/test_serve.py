@@ -101,3 +101,22 @@ def test_the_processor_time_of_a_process_includes_its_children() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         assert processor_seconds(process.pid) >= 0.4
+
+
+@pytest.mark.parametrize("way", ["HTTP, JSON", "HTTP, binary", "gRPC"])
+@pytest.mark.parametrize("baseline", ["whole numbers", "full rows"])
+def test_texts_are_compared_with_whole_numbers_and_in_ranking_requests_with_full_rows(
+    report: dict[str, Any], way: str, baseline: str
+) -> None:
+    case = {
+        "whole numbers": "texts, batch 2",
+        "full rows": "candidates, 18 user and 8 item features of texts",
+    }
+    compared = [
+        one
+        for one in report["results"]
+        if one["case"].startswith(case[baseline])
+        and one["baseline"] is not None
+        and one["baseline"].endswith(f"{way}, {baseline}")
+    ]
+    assert {one["metric"] for one in compared} >= {"requests_per_s", "p50", "p99"}

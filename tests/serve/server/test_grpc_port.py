@@ -178,8 +178,8 @@ def with_parameter(of, name, **value):
         (with_parameter("request", "timeout", int64_param=-5), "microseconds"),
         (with_parameter("request", "priority", int64_param=10), "from 1, answered first, to 9"),
         (
-            with_parameter("input", "shared_memory_region", string_param="r"),
-            "'shared_memory_region' of the",
+            with_parameter("input", "content_type", string_param="r"),
+            "'content_type' of the",
         ),
         (with_parameter("output", "classification", int64_param=3), "'classification' of the output 'score'"),
     ],
