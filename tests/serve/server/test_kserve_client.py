@@ -1,13 +1,13 @@
 """KServe's own Python client works as it is, over HTTP and gRPC.
 
 It is tested where the package `kserve` is installed, and skipped elsewhere: kserve 0.21 with what it imports
-takes some 150 MB (kubernetes above all), and it demands protobuf below 7 and pandas below 3, while the pins of
+takes some 150 MB (kubernetes above all), and it demands protobuf below 7 and pandas below 3; the pins of
 this project are newer. `pip install --no-deps kserve`, and the packages that its import names, will do.
 
 Client suites in packages: the wheels of kserve and tritonclient have no tests, and the newest releases of
 tritonclient are wheels only. The source distribution of kserve has test/test_inference_client.py. It asks
 KServe's own server in its process (`httpx.ASGITransport`) for a model that echoes whatever it gets, with
-parameters such as `test-param` that this server refuses because it would ignore them, so it cannot run against
+parameters such as `test-param`, which this server refuses as it would ignore them: it cannot run against
 another server as it is. What it asks over version 2 is asked here.
 """
 
