@@ -14,7 +14,7 @@ from contracts.tables import ids
 from torch import nn
 
 from monolith.checkpoint.checkpointer import Checkpointer
-from monolith.checkpoint.folder.manifest import read_chain, read_manifest
+from monolith.checkpoint.folder.manifest import read_chain, read_manifest, write_manifest
 from monolith.checkpoint.folder.saver import Saver
 from monolith.checkpoint.folder.state_files import read_checkpoint_state, read_ckpt_info
 from monolith.checkpoint.part import RestoreOptions
@@ -408,13 +408,38 @@ def test_changes_of_a_save_that_failed_are_in_the_next_one(make: Callable[..., R
     assert other.state() == run.state()
 
 
-def test_saving_a_step_again_without_a_step_between_writes_nothing(make: Callable[..., Run]) -> None:
-    run = make(full_every=5)
+@pytest.mark.parametrize("full_every", [1, 5])
+def test_a_step_that_is_saved_again_has_what_changed_since(make: Callable[..., Run], full_every: int) -> None:
+    """A worker that left, or a position that moved on, may change a checkpoint though no step was taken."""
+    run = make(full_every=full_every)
     run.train(1)
-    prefix = run.checkpointer.save(1)
-    crc = read_manifest(prefix).crc
-    assert run.checkpointer.save(1) == prefix
-    assert read_manifest(prefix).crc == crc
+    first = run.checkpointer.save(1)
+    run.train(2)
+    assert run.checkpointer.save(1) != first
+    run.train(3)
+    prefix = run.checkpointer.save(2)
+    other = make()
+    other.checkpointer.restore(prefix)
+    assert other.state() == run.state()
+
+
+def test_a_checkpoint_that_continues_a_step_saved_again_can_still_be_restored(
+    make: Callable[..., Run],
+) -> None:
+    run = make(full_every=5)
+    prefixes = []
+    for step in (1, 2, 3):
+        run.train(step)
+        prefixes.append(run.checkpointer.save(step))
+    third = run.state()
+    run.checkpointer.restore(prefixes[0])
+    run.train(9)
+    again = run.checkpointer.save(2)
+    other = make()
+    other.checkpointer.restore(prefixes[2])
+    assert other.state() == third
+    other.checkpointer.restore(again)
+    assert other.state() == run.state()
 
 
 def test_a_chain_with_a_link_missing_is_refused(make: Callable[..., Run], tmp_path: Path) -> None:
@@ -433,12 +458,11 @@ def test_a_chain_with_a_link_missing_is_refused(make: Callable[..., Run], tmp_pa
 
 def test_a_chain_whose_link_was_rewritten_is_refused(make: Callable[..., Run]) -> None:
     run = make(full_every=5)
-    for step in (1, 2):
-        run.train(step)
-        prefix = run.checkpointer.save(step)
-    again = make(full_every=1)
-    again.train(9)
-    again.checkpointer.save(1)
+    run.train(1)
+    first = read_manifest(run.checkpointer.save(1))
+    run.train(2)
+    prefix = run.checkpointer.save(2)
+    write_manifest(first.prefix, replace(first.manifest, saved_at=0.0))
     with pytest.raises(RestoreError, match="overwritten since"):
         make().checkpointer.restore(prefix)
 

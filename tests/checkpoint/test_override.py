@@ -19,6 +19,7 @@ from monolith.checkpoint.folder.state_files import (
     update_monolith_checkpoint,
     write_checkpoint_state,
 )
+from monolith.checkpoint.offline.listing import named_checkpoint
 from monolith.checkpoint.override import resolve_restore, roll_back, start_from, wait_for_start
 from monolith.errors import ConfigError, CorruptFileError, FilesystemError, RestoreError
 from monolith.filesystem.backends import LocalBackend
@@ -460,13 +461,19 @@ def test_later_ones_that_are_not_listed_any_more_keep_what_they_continue(tmp_pat
     assert listed(folder) == [23]
 
 
-def test_a_rollback_that_would_replace_a_later_exempt_checkpoint_is_refused(long_run: str) -> None:
+def test_a_later_exempt_checkpoint_stays_when_its_step_is_saved_again(long_run: str) -> None:
     exempt = MonolithCheckpointState(exempt_model_checkpoint_paths=("model.ckpt-40",))
     update_monolith_checkpoint(long_run, seed=exempt)
-    before = content(long_run)
-    with pytest.raises(RestoreError, match=r"model\.ckpt-40 is later"):
-        roll_back(long_run, "20")
-    assert content(long_run) == before
+    before = {path: value for path, value in content(long_run).items() if "ckpt-40" in path}
+    roll_back(long_run, "20")
+    saver = Saver(long_run, max_to_keep=1, keep_every=None)
+    saver.recover(needs=needs_of)
+    again = Manifest(step=40, kind="full", parts={}, saved_at=9.0)
+    saver.save(40, lambda prefix: write_manifest(prefix, again) and None)
+    assert before.items() <= content(long_run).items()
+    assert listed(long_run) == [40]
+    assert named_checkpoint(long_run, "40") == f"{long_run}/model.ckpt.2-40", "the listed one is meant"
+    assert named_checkpoint(long_run, "model.ckpt-40") == f"{long_run}/model.ckpt-40"
 
 
 def test_killed_between_list_and_marker_it_goes_back_again(

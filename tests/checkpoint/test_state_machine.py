@@ -14,11 +14,9 @@ from types import SimpleNamespace
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from services.properties import tries
-from simulation.checkpoints import FOLDER, Run, Shape, World
+from simulation.checkpoints import Run, Shape, World
 from simulation.machines import SimulatedStateMachine, run_on, run_simulated
 
-from monolith.checkpoint.folder.manifest import needs_of
-from monolith.checkpoint.folder.state_files import BestCheckpoint, read_best, write_best
 from monolith.testing.disk import DiskFaults, SimDisk
 
 SEEDS = st.integers(0, 2**16)
@@ -83,10 +81,7 @@ class Checkpoints(SimulatedStateMachine):
         known = self.trainer.saver.last_checkpoints
         if known:
             self.best = known[which % len(known)]
-            name = self.best.rpartition("/")[2]
-            self.on_trainer(
-                lambda: write_best(FOLDER, BestCheckpoint(name=name, metric="auc", value=0.5, step=1))
-            )
+            self.on_trainer(lambda: self.trainer.name_best(self.best))
 
     @rule()
     def restart(self) -> None:
@@ -120,11 +115,6 @@ class Checkpoints(SimulatedStateMachine):
         self.trainer.start()
 
     def write(self) -> None:
-        # A run that was rolled back to before its best checkpoint may replace it, or a step that it
-        # continues: the saver reports that. Here another step is saved then.
-        kept = () if self.best is None else (self.best, *needs_of(self.best))
-        while self.trainer.saver.names.prefix(self.trainer.step) in kept:
-            self.trainer.train(random.Random(0))
         self.trainer.write(*self.trainer.snapshot())
 
     def go_back(self, prefix: str) -> None:
@@ -133,11 +123,7 @@ class Checkpoints(SimulatedStateMachine):
 
     def check(self) -> None:
         saved = self.world.saved
-        best = read_best(FOLDER)
-        exempt = [] if best is None else [best.prefix(FOLDER)]
-        self.world.check_folder(exempt)
-        for prefix in exempt:
-            self.world.check_restored(Run(self.world).restore(prefix))
+        self.world.check_folder()
         self.world.saved = saved
 
 

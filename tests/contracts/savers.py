@@ -14,7 +14,6 @@ from monolith.checkpoint.folder.saver import (
     MANIFEST,
     CheckpointNaming,
     Saver,
-    checkpoint_exists,
 )
 
 
@@ -105,7 +104,7 @@ class Run:
 
     def on_disk(self, saver: Saver) -> set[int]:
         """The steps whose checkpoints are there."""
-        return {step for step in self.written if checkpoint_exists(saver.names.prefix(step))}
+        return {step for step in self.written if saver.find(step)}
 
     def listed(self, saver: Saver) -> list[int]:
         return [saver.names.step_of(path) for path in saver.last_checkpoints]

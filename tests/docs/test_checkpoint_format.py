@@ -16,7 +16,7 @@ from monolith.train.hooks import SaveConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")
 HOLES = {
-    "<step>": r"\d+",
+    "-<step>": r"(\.\d+)?-\d+",  # with a number before it if the step was saved again
     "<table>": r"(?!hash_filter_)\w+",
     "<dump>": r"[0-9a-f]{16}",
     "<i>": r"\d{5}",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -20,7 +19,12 @@ from monolith import concurrency, filesystem
 from monolith.checkpoint import Checkpointer, DensePart, PendingCheckpoint, Saver, StatePart, TablesPart
 from monolith.checkpoint.folder.manifest import needs_of
 from monolith.checkpoint.folder.saver import checkpoint_exists
-from monolith.checkpoint.folder.state_files import read_checkpoint_state
+from monolith.checkpoint.folder.state_files import (
+    BestCheckpoint,
+    read_best,
+    read_checkpoint_state,
+    write_best,
+)
 from monolith.errors import FilesystemError
 from monolith.runtime.checkpoints import newest_checkpoint
 from monolith.testing.cluster import Faults, SimCluster
@@ -45,6 +49,10 @@ class Shape:
     """Chance at each step that the run goes back to an older checkpoint."""
     full_disks: float
     """Chance at each save that the disk is full in the middle of it."""
+    bests: float = 0.0
+    """Chance at each step that a listed checkpoint is named the best one."""
+    saves_at_start: bool = False
+    """Whether a run saves the step that it restored, before it takes another one."""
 
     @classmethod
     def drawn(cls, seed: int) -> Shape:
@@ -60,6 +68,8 @@ class Shape:
             asynchronous=draw.choice([False, True]),
             rollbacks=draw.choice([0.0, 0.15, 0.4]),
             full_disks=draw.choice([0.0, 0.3]),
+            bests=draw.choice([0.0, 0.1, 0.3]),
+            saves_at_start=draw.choice([False, False, True]),
         )
 
 
@@ -87,6 +97,8 @@ class World:
         """Number of a write."""
         self.saved = 0
         """The snapshot that a restart must find, or a later one: it is saved, or the run went back to it."""
+        self.bests: dict[str, State] = {}
+        """Name -> what the checkpoint contained when it was last named the best one."""
 
     def check_restored(self, found: State) -> int:
         """Check that a restored state is that of a snapshot, and not an outdated one; return its number."""
@@ -98,32 +110,37 @@ class World:
         )
         return matching[-1]
 
-    def check_folder(self, exempt: Collection[str] = ()) -> None:
-        """Check that every listed checkpoint can be restored, and that nothing else is left in the folder.
-
-        Args:
-            exempt: Checkpoints that stay in addition to `max_to_keep`.
-        """
+    def check_named(self) -> list[str]:
+        """Check that all checkpoints that are named exist: the listed ones, at least one, and the best."""
         state = read_checkpoint_state(FOLDER)
         assert state is not None, "there is no checkpoint"
-        listed = [filesystem.join(FOLDER, path) for path in state.all_model_checkpoint_paths]
-        assert len(set(listed) - set(exempt)) <= self.shape.max_to_keep, listed
-        for prefix in listed:
-            if not checkpoint_exists(prefix):
-                # A run that went back saves a step again. If that fails and no other one is listed, there is
-                # none that could be listed instead.
-                assert listed == [prefix], f"{prefix} is not complete"
-                continue
+        best = read_best(FOLDER)
+        named = [filesystem.join(FOLDER, path) for path in state.all_model_checkpoint_paths]
+        named += [] if best is None else [best.prefix(FOLDER)]
+        for prefix in named:
+            assert checkpoint_exists(prefix), f"{prefix} is named, and it is not complete"
+        return named
+
+    def check_folder(self) -> None:
+        """Check that every checkpoint that is named can be restored, and that nothing else is left."""
+        named, best = set(self.check_named()), read_best(FOLDER)
+        exempt = set() if best is None else {best.prefix(FOLDER)}
+        assert len(named - exempt) <= self.shape.max_to_keep, named
+        for prefix in sorted(named):
             self.saved = 0
             self.check_restored(Run(self).restore(prefix))
-        staying = {*listed, *exempt}
-        needed = {one for prefix in staying for one in needs_of(prefix)}
+        if best is not None:
+            found, had = Run(self).restore(best.prefix(FOLDER)), self.bests[best.name]
+            assert found == had, f"{best.name} is the best checkpoint: it has {found}, and had {had}"
+        needed = {one for prefix in named for one in needs_of(prefix)}
         names = [filesystem.base_name(path) for path in filesystem.list_files(FOLDER)]
         names += [filesystem.base_name(path) for path in filesystem.list_folders(FOLDER)]
-        steps = {found[1] for name in names if (found := re.match(r"model\.ckpt-(\d+)\b", name))}
-        allowed = {prefix.rpartition("-")[2] for prefix in {*staying, *needed}}
+        there = {found[0] for name in names if (found := re.match(r"model\.ckpt(\.\d+)?-\d+", name))}
+        there |= {found[0] for name in names if (found := re.match(r"ckpt\.info(\.\d+)?-\d+", name))}
+        allowed = {filesystem.base_name(prefix) for prefix in {*named, *needed}}
+        allowed |= {name.replace("model.ckpt", "ckpt.info") for name in allowed}
         if self.shape.keep_every is None:
-            assert steps <= allowed, f"files of steps {sorted(steps - allowed)} are left: {names}"
+            assert there <= allowed, f"files of {sorted(there - allowed)} are left: {names}"
         unfinished = [name for name in names if filesystem.is_temporary(name)]
         assert not unfinished, f"unfinished files are left: {unfinished}"
 
@@ -192,6 +209,15 @@ class Run:
         except FilesystemError as error:
             self.world.cluster.simulation.note(f"step {taken.step} is not saved: {error}")
         pending.close(saved=saved)
+        if self.world.saved:
+            self.world.check_named()
+
+    def name_best(self, prefix: str) -> None:
+        """Name a checkpoint the best one, as an evaluation does."""
+        found, name = Run(self.world).restore(prefix), filesystem.base_name(prefix)
+        self.world.bests[name] = found  # before: it may be killed in the middle of it
+        self.world.cluster.simulation.note(f"names {name} the best")
+        write_best(FOLDER, BestCheckpoint(name=name, metric="auc", value=0.5, step=found.step))
 
 
 def run(world: World) -> None:
@@ -217,15 +243,23 @@ def run(world: World) -> None:
             writing.join()
             disk.faults.free_bytes = None
 
+    if shape.saves_at_start and one.step:
+        save()
     while one.step < shape.steps or not world.cluster.quiet:
         concurrency.sleep(draw.uniform(0.01, 0.2))
         one.train(draw)
         if one.step % shape.save_every == 0:
             save()
+        if draw.random() < shape.bests and one.saver.last_checkpoints:
+            if writing is not None:
+                writing.join()
+            one.name_best(draw.choice(one.saver.last_checkpoints))
         if draw.random() < shape.rollbacks and one.saver.last_checkpoints:
             if writing is not None:
                 writing.join()
-            prefix = draw.choice(one.saver.last_checkpoints)
+            best = read_best(FOLDER)
+            known = [*one.saver.last_checkpoints, *([] if best is None else [best.prefix(FOLDER)])]
+            prefix = draw.choice(known)
             world.cluster.simulation.note(f"goes back to {prefix}")
             world.saved = 0
             world.saved = world.check_restored(one.restore(prefix))

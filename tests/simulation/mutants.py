@@ -18,12 +18,13 @@ from simulation import data_service, kafka
 from torch import Tensor
 
 from monolith import concurrency
-from monolith.checkpoint import PendingCheckpoint, checkpointer
+from monolith.checkpoint import PendingCheckpoint
 from monolith.checkpoint.folder.retention import Retention
 from monolith.checkpoint.folder.saver import MANIFEST, Saver
 from monolith.data.files.leased import LeasedFiles
 from monolith.data.kafka import KafkaSource
 from monolith.data.kafka.positions import make_position, read_position
+from monolith.data.kafka.source import _partition_of
 from monolith.data.service import job, worker
 from monolith.errors import RetryableError
 from monolith.filesystem import atomic_write
@@ -322,6 +323,18 @@ def _revoked_without_commit() -> Sequence[Patch]:
     return [(KafkaSource, "_on_revoke", on_revoke)]
 
 
+def _revoked_with_commit() -> Sequence[Patch]:
+    right = KafkaSource._on_revoke
+
+    def on_revoke(self: KafkaSource, consumer: Any, partitions: Any) -> None:
+        self._commits.add(
+            {one: self._next[one] for one in map(_partition_of, partitions) if one in self._next}
+        )
+        right(self, consumer, partitions)
+
+    return [(KafkaSource, "_on_revoke", on_revoke)]
+
+
 def _offsets_committed_before_saved() -> Sequence[Patch]:
     right = kafka.save
 
@@ -468,8 +481,23 @@ def _chain_deleted() -> Sequence[Patch]:
     return [(Retention, "needed", lambda self, exempt: set())]  # noqa: ARG005
 
 
-def _manifest_left_at_replaced_files() -> Sequence[Patch]:
-    return [(checkpointer, "checkpoint_exists", lambda prefix: False)]  # noqa: ARG005
+def _step_written_over() -> Sequence[Patch]:
+    return [
+        (Saver, "_free_name", lambda self, step, due: self.names.prefix(step)),  # noqa: ARG005
+        (Saver, "_check_needs", lambda self, prefix, needs: None),  # noqa: ARG005
+    ]
+
+
+def _replaced_before_listed() -> Sequence[Patch]:
+    right = Saver._free_name
+
+    def free_name(self: Saver, step: int, due: Any) -> str:
+        prefix = right(self, step, due)
+        if (before := self.find(step)) not in (None, prefix):
+            self._delete_files(before)
+        return prefix
+
+    return [(Saver, "_free_name", free_name)]
 
 
 def _no_journal() -> Sequence[Patch]:
@@ -600,9 +628,15 @@ MUTANTS = {
     "position_skips_one": Mutant("kafka", "A position skips the next message.", _position_skips_one, seeds=4),
     "revoked_without_commit": Mutant(
         "kafka",
-        "A member of a group gives partitions up without telling how far it read.",
+        "A member of a group gives partitions up without committing what it has saved.",
         _revoked_without_commit,
-        seeds=118,
+        seeds=270,
+    ),
+    "revoked_with_commit": Mutant(
+        "kafka",
+        "A member of a group that gives partitions up commits messages that are in no checkpoint.",
+        _revoked_with_commit,
+        seeds=4,
     ),
     "offsets_committed_before_saved": Mutant(
         "kafka",
@@ -661,6 +695,12 @@ MUTANTS = {
     "deleted_too_early": Mutant(
         "publishing", "Messages in Kafka are deleted that a new reader needs.", _deleted_too_early, 1
     ),
+    "run_not_named": Mutant(
+        "elastic",
+        "The only worker of a run leases files under another name after a restart.",
+        lambda: [(LeasedFiles, "read_for", lambda self, run: None)],  # noqa: ARG005
+        29,
+    ),
     "given_back_from_its_start": Mutant(
         "elastic",
         "A file that a worker returns to the queue is read again from its start.",
@@ -668,19 +708,22 @@ MUTANTS = {
         5,
     ),
     "failed_save_counts": Mutant(
-        "checkpoints", "Changes of a save that failed count as saved.", _failed_save_counts, 33
+        "checkpoints", "Changes of a save that failed count as saved.", _failed_save_counts, 224
     ),
     "chain_deleted": Mutant(
-        "checkpoints", "A checkpoint is deleted that an increment needs.", _chain_deleted, 3
+        "checkpoints", "A checkpoint is deleted that an increment needs.", _chain_deleted, 1
     ),
-    "manifest_left_at_replaced_files": Mutant(
+    "step_written_over": Mutant(
+        "checkpoints", "A step that is saved again is written over its checkpoint.", _step_written_over, 1
+    ),
+    "replaced_before_listed": Mutant(
         "checkpoints",
-        "A checkpoint of a step that exists is written over it while its manifest is in place.",
-        _manifest_left_at_replaced_files,
-        seeds=61,
+        "A checkpoint whose step is saved again is deleted before the new one is written.",
+        _replaced_before_listed,
+        1,
     ),
     "no_journal": Mutant(
-        "checkpoints", "What is about to be written and deleted is not noted before.", _no_journal, 3
+        "checkpoints", "What is about to be written and deleted is not noted before.", _no_journal, 1
     ),
     "model_dir_not_locked": Mutant("writers", "Two trainers use one model_dir.", _model_dir_not_locked, 1),
     "any_version_answers": Mutant(

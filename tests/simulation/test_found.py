@@ -40,13 +40,18 @@ FOUND = [
     ),
     (
         "checkpoints",
-        2014,
-        "a step was saved again, and a later increment of its old content stayed the newest checkpoint",
+        10084,
+        "a kill while the best checkpoint was named left a temporary file for good",
     ),
     (
         "keep_going",
         2529,
         "a worker that joined and ended while the chief was cut off was not counted when server 0 was lost",
+    ),
+    (
+        "together",
+        5001,
+        "a worker without retries left joined its servers again and again, and never ended",
     ),
 ]
 

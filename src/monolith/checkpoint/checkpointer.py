@@ -39,7 +39,7 @@ from typing import Any, Literal, NamedTuple
 from monolith import concurrency, filesystem
 from monolith.checkpoint.folder.manifest import Link, Manifest, read_chain, write_manifest
 from monolith.checkpoint.folder.saver import MANIFEST, Saver, checkpoint_exists
-from monolith.checkpoint.folder.state_files import CkptInfo, write_ckpt_info
+from monolith.checkpoint.folder.state_files import CkptInfo, SaveNames, write_ckpt_info
 from monolith.checkpoint.part import (
     FEATURES,
     Changes,
@@ -259,12 +259,8 @@ class PendingCheckpoint:
             FilesystemError: It could not be written; the checkpoints before are as they were. May be
                 called again.
         """
-        saver = self._checkpointer.saver
-        prefix = saver.names.prefix(self.step)
-        if self.after is not None and prefix in self.after.chain:
-            return prefix  # saved already, and no step was taken since
         links: list[Link] = []
-        saver.save(
+        prefix = self._checkpointer.saver.save(
             self.step,
             lambda prefix: links.append(self._write_files(prefix)),
             depends_on=() if self.after is None else self.after.chain,
@@ -288,8 +284,8 @@ class PendingCheckpoint:
         """Write all files, the manifest last."""
         full = self.after is None
         if checkpoint_exists(prefix):
-            # A checkpoint of another history has this step. Its manifest goes first: a kill must not leave
-            # it next to files of ours.
+            # An attempt that failed before it was listed. Its manifest goes first: a kill must not leave it
+            # next to files of this attempt.
             filesystem.remove(prefix + MANIFEST)
         entries = {name: one.write(prefix, full=full) for name, one in self._parts.items()}
         if "tables" in entries:
@@ -310,4 +306,4 @@ class PendingCheckpoint:
             slot_counts={int(slot): many for slot, many in entry.get("slots", {}).items()},
             feature_counts={name: table["rows"] for name, table in entry["tables"].items()},
         )
-        write_ckpt_info(filesystem.parent(prefix), self.step, info)
+        write_ckpt_info(filesystem.parent(prefix), self.step, info, SaveNames.number_of(prefix))

@@ -23,11 +23,9 @@ from typing import Literal
 
 from monolith import concurrency, filesystem
 from monolith.checkpoint.folder.manifest import needs_of, read_manifest
-from monolith.checkpoint.folder.retention import exempt_paths
 from monolith.checkpoint.folder.saver import (
     MANIFEST,
     checkpoint_exists,
-    is_in_folder,
     require_checkpoint,
 )
 from monolith.checkpoint.folder.state_files import (
@@ -39,7 +37,6 @@ from monolith.checkpoint.folder.state_files import (
     SaveNames,
     Sleep,
     absolute_path,
-    load_monolith_checkpoint,
     read_best,
     read_checkpoint_state,
     read_journal,
@@ -120,7 +117,7 @@ def checkpoint_to_roll_back_to(model_dir: str, name: str) -> str | None:
     """Return the checkpoint that an operator names; None if the run was rolled back to it already.
 
     Raises:
-        RestoreError: There is none of that name, it is damaged, or a later one must not be replaced.
+        RestoreError: There is none of that name, or it is damaged.
     """
     if name == BEST:  # the best changes while the run trains, and each start would roll back again
         found = filesystem.base_name(named_checkpoint(model_dir, name))
@@ -130,14 +127,7 @@ def checkpoint_to_roll_back_to(model_dir: str, name: str) -> str | None:
     done = _marked(model_dir)
     if done is not None and is_named(done, name):
         return None
-    prefix = named_checkpoint(model_dir, name)
-    if pinned := [path for path in _later(model_dir, prefix) if path in _exempt(model_dir)]:
-        raise RestoreError(
-            f"cannot roll back to {prefix}: {filesystem.base_name(pinned[0])} is later, and would be "
-            "replaced once the run reaches that step again, but monolith_checkpoint names it as exempt. "
-            "Copy it to another folder with `monolith checkpoint reshard` and remove its name from that file."
-        )
-    return prefix
+    return named_checkpoint(model_dir, name)
 
 
 def roll_back(model_dir: str, name: str) -> str | None:
@@ -145,9 +135,9 @@ def roll_back(model_dir: str, name: str) -> str | None:
     chief.
 
     The state file then ends with that checkpoint, so that a restart resumes from it too, or from one saved
-    since. Later checkpoints leave the list; their files stay until an operator deletes them or a save of the
-    same step replaces them. A run rolls back to a checkpoint once: the marker `restore_ckpt` names it, and a
-    restart with the same setting resumes from the newest checkpoint.
+    since. Later checkpoints leave the list; their files stay until an operator deletes them. A run rolls back
+    to a checkpoint once: the marker `restore_ckpt` names it, and a restart with the same setting resumes from
+    the newest checkpoint.
 
     Returns:
         The checkpoint, or None if the run was rolled back to it at an earlier start.
@@ -176,8 +166,7 @@ def roll_back(model_dir: str, name: str) -> str | None:
     _write(marker, absolute_path(prefix))
     if later:
         _log.warning(
-            "rolling back to %s. Later checkpoints stay on disk, unlisted, until you delete them or a save "
-            "of the same step replaces them: %s",
+            "rolling back to %s. Later checkpoints stay on disk, unlisted, until you delete them: %s",
             prefix,
             ", ".join(map(filesystem.base_name, later)),
         )
@@ -206,16 +195,6 @@ def _later(model_dir: str, prefix: str) -> list[str]:
     step = SaveNames.step_of(prefix)
     names = sorted(complete_names(model_dir), key=SaveNames.step_of)
     return [filesystem.join(model_dir, name) for name in names if SaveNames.step_of(name) > step]
-
-
-def _exempt(model_dir: str) -> frozenset[str]:
-    known = load_monolith_checkpoint(model_dir)
-    entries = () if known is None else known.exempt_model_checkpoint_paths
-    return frozenset(
-        filesystem.join(model_dir, filesystem.base_name(path))
-        for path in exempt_paths(entries, model_dir)
-        if is_in_folder(path, model_dir)
-    )
 
 
 def _keep_what_is_needed(model_dir: str, unlisted: Iterable[str]) -> None:

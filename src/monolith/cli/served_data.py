@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from monolith.checkpoint import checkpoint_exists, read_manifest
+from monolith.checkpoint import Saver, read_manifest
 from monolith.cli.data_files import expanded, read, shown
 from monolith.cli.evaluation import settled
 from monolith.cli.export import as_trained, reading_options
@@ -142,8 +142,7 @@ def skew(options: DataSkewOptions) -> int:
 
 def _served_checkpoint(config: TrainConfig, step: int) -> str | None:
     """Return the checkpoint that was served, unless another is named or it is gone."""
-    prefix = f"{config.model_dir.rstrip('/')}/model.ckpt-{step}"
-    return prefix if config.restore.checkpoint is None and checkpoint_exists(prefix) else None
+    return Saver(config.model_dir).find(step) if config.restore.checkpoint is None else None
 
 
 def _keys(batch: Batch, name: str) -> Iterator[bytes]:

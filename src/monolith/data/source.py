@@ -187,7 +187,14 @@ class Stream(ABC, Generic[Item_co]):
     def close(self) -> None:
         """Release files, threads and connections. Closing again does nothing."""
 
-    # Reading a part of the data, or all of it several times. Both are called before the first use, or never.
+    # For whom, which part of the data, and how often. All are called before the first use, or never.
+
+    def read_for(self, run: str) -> None:
+        """Name the run whose worker reads: one that is restarted has the same name, and no other run has it.
+
+        A queue of files returns to a restarted worker what the process before it had leased.
+        """
+        del run
 
     def read_shard(self, shard: Shard) -> None:
         """Read one shard from now on: the shards of all workers together are the whole, without overlap.
@@ -460,6 +467,9 @@ class Stage(Stream[Item_co], Generic[Item_co, In]):
     def close(self) -> None:
         self._source.close()
 
+    def read_for(self, run: str) -> None:
+        self._source.read_for(run)
+
     def read_shard(self, shard: Shard) -> None:
         self._source.read_shard(shard)
 
@@ -523,8 +533,17 @@ class _Wrapped(Stream[T]):
     """An object that is not derived from `Stream`. This is the only place that probes for methods."""
 
     _METHODS = (
-        *("position", "restore", "commit", "close", "read_shard", "read_epochs", "size", "fraction_read"),
-        *("reject", "bad_records", "find_empty_cell", "keep_columns", "redistribute", "adopt"),
+        *("position", "restore", "commit", "close", "read_for", "read_shard", "read_epochs"),
+        *(
+            "size",
+            "fraction_read",
+            "reject",
+            "bad_records",
+            "find_empty_cell",
+            "keep_columns",
+            "redistribute",
+            "adopt",
+        ),
     )
 
     def __init__(self, items: Iterable[T]) -> None:

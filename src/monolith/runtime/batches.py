@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from monolith.checkpoint.folder.state_files import absolute_path
 from monolith.data import Epochs, Shard, Stream, WorkQueueSource, as_stream
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, NotRepeatableError, NotShareableError
@@ -45,10 +46,13 @@ _Pipeline = PrefetchPipeline[ReadBatch, Any]
 """The second type is `LookedUp`; for `fresh_rows`, the gathered IDs of a lookup in the step."""
 
 
-def open_data(task: Task, shard: Shard, epochs: Epochs | None = None) -> Stream[Batch]:
+def open_data(
+    task: Task, shard: Shard, epochs: Epochs | None = None, model_dir: str | None = None
+) -> Stream[Batch]:
     """Return the data to train on, or one shard of it.
 
     Args:
+        model_dir: Names the run, see `Stream.read_for`: one process at a time trains in a folder.
         epochs: How often it is read; None leaves that to the task.
 
     Raises:
@@ -56,6 +60,8 @@ def open_data(task: Task, shard: Shard, epochs: Epochs | None = None) -> Stream[
     """
     data = as_stream(task.dataset(Mode.TRAIN))
     try:
+        if model_dir:
+            data.read_for(absolute_path(model_dir))
         if epochs is not None:
             data.read_epochs(epochs)
         try:

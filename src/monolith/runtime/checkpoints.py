@@ -119,7 +119,7 @@ class RunCheckpoints:
         """The position of the last checkpoint on disk, until the training thread commits it."""
         self._began_from: LastCheckpoint | None = None
         self._best: BestCheckpoint | None = None
-        """Becomes the best checkpoint once it is on disk."""
+        """Becomes the best checkpoint once it is on disk, by the name that it has there."""
         self._placement.restore_lost_from(self._last)
         self.newest: str | None = None
         """The last checkpoint that was saved or restored."""
@@ -243,18 +243,19 @@ class RunCheckpoints:
             self.name_best(step, metric, value)
             return
         with self._lock:
-            self._best = self._as_best(step, metric, value)
+            self._best = BestCheckpoint(name="", step=step, metric=metric, value=value)
         self.save.look(run, wanted=True)
 
     def name_best(self, step: int, metric: str, value: float) -> None:
         """Name the checkpoint of a step the best, if it is on disk and not named so yet."""
-        best = self._as_best(step, metric, value)
-        if checkpoint_exists(best.prefix(self._config.model_dir)) and best != self.named_best():
+        named = self.named_best()
+        if named is not None and (named.step, named.metric, named.value) == (step, metric, value):
+            return  # and not that of the same step of another history
+        prefix = self._checkpointer.saver.find(step)
+        if prefix is not None:
+            name = filesystem.base_name(prefix)
+            best = BestCheckpoint(name=name, step=step, metric=metric, value=value)
             write_best(self._config.model_dir, best)
-
-    def _as_best(self, step: int, metric: str, value: float) -> BestCheckpoint:
-        name = filesystem.base_name(self._checkpointer.saver.names.prefix(step))
-        return BestCheckpoint(name=name, step=step, metric=metric, value=value)
 
     def commit(self) -> None:
         """Commit the position of the last checkpoint on disk."""
@@ -277,8 +278,8 @@ class RunCheckpoints:
             for earlier in [one for one in self._positions if one < step]:  # of saves that failed
                 del self._positions[earlier]
             best = self._best if self._best is not None and self._best.step == step else None
-        if best is not None:
-            write_best(self._config.model_dir, best)
+        if best is not None and prefix is not None:
+            write_best(self._config.model_dir, replace(best, name=filesystem.base_name(prefix)))
 
     def _last(self) -> LastCheckpoint | None:
         """Return the newest checkpoint that was saved or restored. From any thread."""

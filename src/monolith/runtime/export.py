@@ -306,7 +306,8 @@ class ExportListener(SaveListener):
         return None
 
     def _export(self, step: int) -> None:
-        prefix = Saver(self._model_dir).names.prefix(step)
+        saver = Saver(self._model_dir)
+        prefix = saver.find(step) or saver.names.prefix(step)
         made = self._exporter.export(prefix, self._root)
         self.newest = made
         removed, held = self._retain()

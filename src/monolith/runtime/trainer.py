@@ -540,7 +540,7 @@ class Trainer:
                 precision=config.precision,
             )
             made.callback(model.close)
-            data = open_data(self.task, coordinator.membership.shard, self._epochs())
+            data = open_data(self.task, coordinator.membership.shard, self._epochs(), config.model_dir)
             made.callback(data.close)
             self._metrics.gauge(
                 "data_trouble", "1 while a source cannot record its progress, as on a full disk; else 0"

@@ -211,9 +211,10 @@ def test_what_is_begun_may_go_until_it_is_recorded():
     assert begun.recorded("b", 1.0).due(()) == ()
 
 
-def test_one_begun_over_an_old_one_may_not_go_and_needs_what_either_needs():
-    begun = keeping(2).recorded("a", 1.0, ["x"]).begun("a", ["y"], is_new=False)
-    assert (begun.due(()), begun.needed(())) == ((), {"x", "y"})
+def test_one_whose_place_another_took_goes_unless_one_that_stays_needs_it():
+    saved = keeping(3).recorded("a", 1.0).recorded("b", 2.0, ["a"]).recorded("a.2", 3.0).releasing(["a"])
+    assert (saved.paths, saved.due(()), saved.needed(())) == (("b", "a.2"), (), {"a"})
+    assert saved.releasing(["b"]).due(()) == ("a", "b")
 
 
 def test_what_the_list_names_is_not_released_whatever_was_planned():

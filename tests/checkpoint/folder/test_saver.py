@@ -31,11 +31,15 @@ from monolith.checkpoint.folder.saver import (
 )
 from monolith.checkpoint.folder.state_files import (
     CheckpointState,
+    CkptInfo,
+    SaveNames,
     TableKind,
     load_monolith_checkpoint,
     read_checkpoint_state,
+    read_ckpt_info,
     read_journal,
     write_checkpoint_state,
+    write_ckpt_info,
 )
 from monolith.errors import ConfigError, CorruptFileError, FilesystemError, RestoreError
 from monolith.filesystem.backends import LocalBackend
@@ -208,6 +212,7 @@ def test_files_that_never_got_their_names_are_removed_if_no_writer_can_be_runnin
         f"checkpoint{random}",
         f"checkpoint.journal{random}",
         f"monolith_checkpoint{random}",
+        f"best_checkpoint{random}",
         f"ckpt.info-5{random}",
         f"model.ckpt-5.manifest{random}",
         f"model.ckpt-5.assets/hash_filter_item-00000-of-00007{random}",
@@ -255,37 +260,71 @@ def test_an_old_checkpoint_that_was_being_written_again_is_not_removed(folder: s
     assert steps_on_disk(folder) == {1, 2, 3}
 
 
-def test_a_step_that_is_saved_again_is_not_listed_until_it_is_complete_nor_are_those_that_continue_it(
-    folder: str,
-) -> None:
-    def die(_: str) -> None:
+def complete_names(folder: str) -> set[str]:
+    return {name.removesuffix(MANIFEST) for name in names(folder) if name.endswith(MANIFEST)}
+
+
+def test_the_only_checkpoint_stays_while_its_step_is_saved_again(folder: str) -> None:
+    def die(prefix: str) -> None:
+        assert prefix == f"{folder}/model.ckpt.2-1"
+        put(f"{prefix}.data")
         raise Killed
 
-    saver = saver_of(folder, max_to_keep=5)
-    for step in (1, 2, 4):
-        saver.save(step, write_checkpoint)
-    saver.save(3, write_checkpoint, depends_on=[f"{folder}/model.ckpt-2"])
-    with pytest.raises(Killed):
-        saver.save(2, die)
-    assert listed_steps(folder) == [1, 4]
-    saver = saver_of(folder, max_to_keep=5)
+    saver_of(folder, max_to_keep=1).save(1, write_checkpoint)
+    before = {
+        name: (Path(folder) / name).read_bytes()
+        for name in names(folder)
+        if name.startswith("model") and (Path(folder) / name).is_file()
+    }
+    saver = saver_of(folder, max_to_keep=1)
     saver.recover()
-    saver.save(5, write_checkpoint)
-    assert steps_on_disk(folder) == {1, 4, 5}
+    with pytest.raises(Killed):
+        saver.save(1, die)
+    assert listed_steps(folder) == [1]
+    saver = saver_of(folder, max_to_keep=1)
+    saver.recover()
+    assert complete_names(folder) == {"model.ckpt-1"}
+    assert not (Path(folder) / "model.ckpt.2-1.data").exists()
+    for name, content in before.items():
+        assert (Path(folder) / name).read_bytes() == content
+    assert saver.save(1, write_checkpoint) == f"{folder}/model.ckpt.2-1"
+    assert complete_names(folder) == {"model.ckpt.2-1"}
+    assert saver.find(1) == f"{folder}/model.ckpt.2-1"
+    assert saver.save(1, write_checkpoint) == f"{folder}/model.ckpt-1", "the name is free again"
 
 
-def test_that_a_step_saved_again_breaks_an_exempt_checkpoint_is_reported(
-    folder: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("exempt", ["model.ckpt-2", "model.ckpt-3"])
+def test_an_exempt_checkpoint_and_what_it_continues_stay_though_their_steps_are_saved_again(
+    folder: str, exempt: str
 ) -> None:
-    saver = saver_of(folder, max_to_keep=5)
-    for step in (1, 2):
-        saver.save(step, write_checkpoint)
-    saver.save(3, write_checkpoint, depends_on=[f"{folder}/model.ckpt-2"])
-    put(f"{folder}/monolith_checkpoint", 'exempt_model_checkpoint_paths: "model.ckpt-3"')
+    saver = saver_of(folder, max_to_keep=3)
     saver.save(1, write_checkpoint)
-    assert "exempt from deletion" not in caplog.text
+    saver.save(2, write_checkpoint, depends_on=[f"{folder}/model.ckpt-1"])
+    saver.save(3, write_checkpoint, depends_on=[f"{folder}/model.ckpt-1", f"{folder}/model.ckpt-2"])
+    put(f"{folder}/monolith_checkpoint", f'exempt_model_checkpoint_paths: "{exempt}"')
+    for step in (1, 2, 3, 4):  # rolled back to before 1
+        saver.save(step, write_checkpoint)
+    kept = {"model.ckpt-1", "model.ckpt-2", exempt}
+    assert complete_names(folder) == {"model.ckpt.2-2", "model.ckpt.2-3", "model.ckpt-4"} | kept
+    assert saver.find(3) == f"{folder}/model.ckpt.2-3"
+    put(f"{folder}/monolith_checkpoint", "")
+    saver.save(5, write_checkpoint)
+    assert complete_names(folder) == {"model.ckpt.2-3", "model.ckpt-4", "model.ckpt-5"}
+
+
+def test_the_counts_of_a_step_that_is_saved_again_are_files_of_their_own(folder: str) -> None:
+    def write(prefix: str) -> None:
+        number = SaveNames.number_of(prefix)
+        write_ckpt_info(folder, 1, CkptInfo({}, {"item": number}), number)
+        write_checkpoint(prefix)
+
+    saver = saver_of(folder, max_to_keep=1)
+    saver.save(1, write)
+    saver.save(1, write)
+    assert read_ckpt_info(folder, 1, 2).feature_counts == {"item": 2}
+    assert "ckpt.info-1" not in names(folder)
     saver.save(2, write_checkpoint)
-    assert "model.ckpt-3 is exempt from deletion, but this run was rolled back" in caplog.text
+    assert "ckpt.info.2-1" not in names(folder)
 
 
 def test_one_kept_for_good_that_was_being_listed_again_still_has_what_it_needs(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from data.files.chunked import Chunks
 
-from monolith.data import BatchSpec, Pipeline, Position, format_of
+from monolith.data import BatchSpec, Pipeline, Position, Shard, format_of
 from monolith.data.files.bad_records import BadRecordPolicy
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import FileSource
@@ -599,6 +599,82 @@ def test_readers_without_a_name_leave_each_other_alone() -> None:
     assert next(second)["id"].flat_values.tolist() == [4]
     del second
     assert next(first)["id"].flat_values.tolist() == [3]
+
+
+def only_worker(queue: LocalFileQueue, form: Chunks, run: str = "/models/ctr") -> FileSource:
+    source = FileSource(queue, form, batch_size=2)
+    source.read_for(run)
+    source.read_shard(Shard(0, 1))
+    return source
+
+
+def test_the_only_worker_of_a_run_that_died_before_its_first_checkpoint_begins_with_what_it_had() -> None:
+    form = Chunks({"a": [[1, 2], [3]], "b": [[4]]})
+    queue = LocalFileQueue(["a", "b"], pause=lambda _: pytest.fail("waits for a lease of the dead"))
+    killed = only_worker(queue, form)
+    batches = iter(killed)
+    next(batches)
+    next(batches)  # the last file
+    again = only_worker(queue, form)
+    assert read(again) == [[1, 2], [3, 4]]
+    killed.commit(killed.position())  # it was not dead: what it says counts no more
+    killed.close()
+    assert [number for number, *_ in queue.state()["waiting"]] == [0, 1]
+    again.commit(again.position())
+    assert queue.state()["waiting"] == []
+
+
+def test_a_process_of_the_run_that_is_alive_after_all_is_waited_for() -> None:
+    form = Chunks({"a": [[1, 2]], "b": [[3, 4]]})
+    queue = LocalFileQueue(["a", "b"], pause=lambda _: late.close())
+    late = only_worker(queue, form)
+    batches = iter(late)
+    next(batches)
+    again = iter(only_worker(queue, form))
+    assert next(again)["id"].flat_values.tolist() == [1, 2]
+    assert next(batches)["id"].flat_values.tolist() == [3, 4]
+    assert next(again)["id"].flat_values.tolist() == [3, 4], "once it has closed, or its lease has expired"
+
+
+def test_runs_of_one_worker_leave_each_others_files_of_a_queue_alone() -> None:
+    form = Chunks({"a": [[1, 2], [3, 4]], "b": [[5]]})
+    queue = LocalFileQueue(["a", "b"])
+    first = iter(only_worker(queue, form))
+    assert next(first)["id"].flat_values.tolist() == [1, 2]
+    assert next(iter(only_worker(queue, form, run="/models/other")))["id"].flat_values.tolist() == [5]
+    assert next(first)["id"].flat_values.tolist() == [3, 4]
+
+
+def test_a_restarted_only_worker_finishes_the_files_of_its_checkpoint() -> None:
+    """Killed after its checkpoint was saved, and before the queue heard of it; then again."""
+    form = Chunks({"a": [[1, 2]], "b": [[3, 4]], "c": [[5]]})
+    queue = LocalFileQueue(["a", "b", "c"], pause=lambda _: pytest.fail("waits for a lease of the dead"))
+    killed = only_worker(queue, form)
+    batches = iter(killed)
+    next(batches)
+    next(batches)
+    position = killed.position()
+    for _ in range(2):
+        again = only_worker(queue, form)
+        again.restore(position)
+        assert read(again) == [[5]]
+    again.commit(again.position())
+    assert queue.state()["waiting"] == []
+
+
+def test_two_workers_continue_after_the_only_one_whatever_process_of_it_had_leases() -> None:
+    form = Chunks({"a": [[1, 2]], "b": [[3, 4]]})
+    queue = LocalFileQueue(["a", "b"], pause=lambda _: pytest.fail("waits for a lease of the dead"))
+    killed = only_worker(queue, form)
+    next(iter(killed))
+    position = killed.position()
+    again = only_worker(queue, form)
+    again.restore(position)
+    next(iter(again))
+    former = queued(0, queue, form).redistribute([position], 2)
+    first = queued(0, queue, form)
+    first.restore(former[0])
+    assert read(first) == [[3, 4]]
 
 
 def test_a_restarted_worker_gets_its_file_back() -> None:

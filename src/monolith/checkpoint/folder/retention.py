@@ -77,12 +77,12 @@ class Retention:
             return None
         return self.last_preserved + self.keep_every.total_seconds()
 
-    def begun(self, path: str, depends_on: Sequence[str] = (), *, is_new: bool = True) -> Retention:
-        """A save of `path` starts. Until it is recorded, its files are incomplete if they are new."""
+    def begun(self, path: str, depends_on: Sequence[str] = ()) -> Retention:
+        """A save of `path` starts. Until it is recorded, its files are incomplete."""
         needs = tuple(dict.fromkeys([*self.depends_on.get(path, ()), *depends_on]))
         return replace(
             self,
-            released=(*_without(self.released, path), path) if is_new else self.released,
+            released=(*_without(self.released, path), path),
             depends_on=_with(self.depends_on, path, needs),
         )
 
@@ -136,18 +136,12 @@ class Retention:
                     pending.append(path)
         return found
 
-    def needs(self, path: str, other: str) -> bool:
-        """Whether `path` is useless without `other`."""
-        return other in replace(self, listed=(), preserved=()).needed([path])
-
-    def overwriting(self, path: str, listed: Iterable[str]) -> Retention:
-        """`path` is about to be written over: those of `listed` that are it or need it leave the list."""
-        gone = {other for other in (*listed, *self.paths) if other == path or self.needs(other, path)}
-        others = tuple(each for each in self.released if each not in gone)
+    def releasing(self, paths: Collection[str]) -> Retention:
+        """These leave the list: others took their places."""
         return replace(
             self,
-            listed=tuple(saved for saved in self.listed if saved.path not in gone),
-            released=(*others, *sorted(gone)),
+            listed=tuple(saved for saved in self.listed if saved.path not in paths),
+            released=(*(one for one in self.released if one not in paths), *sorted(paths)),
         )
 
     def without(self, path: str) -> Retention:

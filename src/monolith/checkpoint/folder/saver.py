@@ -9,8 +9,9 @@ One save, in this order:
     5. deletions   the manifest of each checkpoint first: without it, the rest is no checkpoint
     6. journal     names what could not be deleted yet
 
-A step that was saved before the run was rolled back is saved again under its name: between 1 and 2 the state
-file is replaced by one without it.
+A checkpoint is never written over. A run that is rolled back, or has only just restored a checkpoint, may
+save a step again: the new checkpoint is then called `model.ckpt.2-300`. Once it is listed, the one before is
+released like any other, and its files stay as long as a listed, preserved or exempt one needs them.
 
 Why this order: a kill between any two steps leaves a state file that lists only complete checkpoints (2
     before 4), no file that no file names (1 before 2), and no deletion that is forgotten (3 before 4). Files
@@ -19,9 +20,10 @@ Why this order: a kill between any two steps leaves a state file that lists only
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +31,7 @@ from pathlib import Path
 from monolith import concurrency, filesystem
 from monolith.checkpoint.folder.retention import Retention, Saved, exempt_paths
 from monolith.checkpoint.folder.state_files import (
+    BEST_FILE,
     CHECKPOINT_FILE,
     MONOLITH_CHECKPOINT_FILE,
     CheckpointState,
@@ -97,7 +100,8 @@ class CheckpointNaming:
     """The names of the checkpoints of a saver and of its state file."""
 
     basename: str = "model.ckpt"
-    """Checkpoints are named `<basename>-<step>`."""
+    """Checkpoints are named `<basename>-<step>`, and `<basename>.2-<step>` if the first one of that step
+    exists."""
     latest_filename: str = CHECKPOINT_FILE
     """The state file next to them. Only the saver of the file `checkpoint` is responsible for the folder: it
     writes `monolith_checkpoint`, and deletes files that other programs wrote for its steps."""
@@ -262,36 +266,17 @@ class Saver:
         """
         if isinstance(step, bool) or step < 0:
             raise ConfigError(f"cannot save a checkpoint of step {step}: steps count from 0")
-        prefix = self._names.prefix(step)
         needs = tuple(map(self._spelled, depends_on))
         filesystem.make_dirs(self._model_dir)
         exempt = self._read_exempt()
-        if exempt is not None:  # deletions that failed before may be what the disk is full of
-            self._delete(self._due(exempt | {prefix, *needs}))
+        due = () if exempt is None else self._due(exempt | set(needs))
+        prefix = self._free_name(step, due)
+        # Deletions that failed before may be what the disk is full of.
+        self._delete(path for path in due if path != prefix)
         self._check_needs(prefix, needs)
-        is_new = not checkpoint_exists(prefix)
-        if not is_new and self._retention.max_to_keep and prefix not in self._retention.paths:
-            _log.warning(
-                "checkpoint %s, which this run was rolled back from, is replaced by the step saved now",
-                prefix,
-            )
-        if not is_new:
-            for path in sorted(exempt or ()):
-                if path == prefix or self._retention.needs(path, prefix):
-                    _log.error(
-                        "checkpoint %s is exempt from deletion, but this run was rolled back to before it "
-                        "and saves step %d again, which replaces it or a checkpoint that it continues. Copy "
-                        "a checkpoint to another folder before a rollback, if it is to stay.",
-                        path,
-                        step,
-                    )
         # Steps 1 and 2 (see above): journal, then data.
-        before = self._retention.begun(prefix, needs, is_new=is_new)
-        if is_new:
-            self._retention = before
-            self._write_journal(before)
-        else:
-            self._retention = before = self._unlist(prefix, before)
+        self._retention = before = self._retention.begun(prefix, needs)
+        self._write_journal(before)
         write(prefix)
         if not checkpoint_exists(prefix):
             raise FileMissingError(
@@ -304,11 +289,12 @@ class Saver:
         exempt = self._read_exempt()  # again: writing takes long, and an operator may have edited it
         after = before.recorded(prefix, now, needs)
         if exempt is not None:
-            after = after.trimmed(exempt)
+            replaced = [one for one in after.paths if one != prefix and self._names.is_of(one, step)]
+            after = after.releasing(set(replaced) - exempt).trimmed(exempt)
         # A kill before the state file is replaced: the journal must still call the new files incomplete.
         unlisted = replace(
             after,
-            released=(*after.released, prefix) if prefix in before.released else after.released,
+            released=(*after.released, prefix),
             preserved=tuple(dict.fromkeys(before.preserved + after.preserved)),
         )
         self._write_journal(unlisted)
@@ -331,13 +317,26 @@ class Saver:
         Only files that the journal calls incomplete and no state file lists are deleted. A server that is
         still writing its shard leaves files again; the next save deletes them. Never raises.
         """
-        prefix = self._names.prefix(step)
         try:
             exempt = self._read_exempt()
-            if exempt is not None and prefix in self._due(exempt) and self._delete_files(prefix):
-                _log.info("deleted the unfinished files of checkpoint %s", prefix)
+            for prefix in () if exempt is None else self._due(exempt):
+                if self._names.is_of(prefix, step) and self._delete_files(prefix):
+                    _log.info("deleted the unfinished files of checkpoint %s", prefix)
         except MonolithError as cause:
-            _log.warning("the unfinished files of checkpoint %s are not deleted yet: %s", prefix, cause)
+            _log.warning("the unfinished files of step %d are not deleted yet: %s", step, cause)
+
+    def find(self, step: int) -> str | None:
+        """Return the newest checkpoint of a step: the one listed last; if none is listed, any that exists;
+        None if there is none."""
+        listed = [one.path for one in self._listed(self._read_state())]
+        for path in reversed(listed):
+            if self._names.is_of(path, step) and checkpoint_exists(path):
+                return path
+        files = filesystem.list_files(self._model_dir) if filesystem.is_folder(self._model_dir) else []
+        names = [filesystem.base_name(path) for path in files if path.endswith(MANIFEST)]
+        paths = [self._in_folder(name.removesuffix(MANIFEST)) for name in names]
+        found = [path for path in paths if self._names.is_of(path, step)]
+        return max(found, key=SaveNames.number_of, default=None)
 
     # Reading state
 
@@ -366,6 +365,16 @@ class Saver:
         entries = self._exempt + (() if state is None else state.exempt_model_checkpoint_paths)
         entries += () if best is None else (best.name,)
         return frozenset(map(self._spelled, exempt_paths(entries, self._model_dir)))
+
+    def _free_name(self, step: int, due: Collection[str]) -> str:
+        """Return a prefix for a step at which there is no checkpoint, or one of `due`: a save that failed
+        before it was listed is continued with the files it has."""
+        numbers = itertools.count(1)
+        names = (self._names.prefix(step, number) for number in numbers)
+        prefix = next(name for name in names if name in due or not checkpoint_exists(name))
+        if prefix != self._names.prefix(step):
+            _log.info("step %d was saved before, and is saved again as %s", step, prefix)
+        return prefix
 
     def _check_needs(self, prefix: str, needs: Sequence[str]) -> None:
         if prefix in needs:
@@ -422,23 +431,6 @@ class Saver:
             self._model_dir, state, self._latest_filename, relative_paths=self._relative_paths
         )
 
-    def _unlist(self, prefix: str, retention: Retention) -> Retention:
-        """Take a checkpoint that is about to be written over out of the state file, with those that continue
-        it: none of them is complete from the first file on, and a start after a kill must not choose one.
-
-        If nothing else is listed they stay: the state file cannot be empty.
-        """
-        listed = self._listed(self._read_state())
-        kept = [one for one in listed if one.path != prefix and not retention.needs(one.path, prefix)]
-        if not kept or len(kept) == len(listed):
-            self._write_journal(retention)
-            return retention
-        after = retention.overwriting(prefix, [one.path for one in listed])
-        # The journal first: what it names is not deleted while the state file lists it.
-        self._write_journal(after)
-        self._write_state(replace(after, listed=tuple(kept)), kept[-1])
-        return after
-
     def _note_save(self, now: float) -> None:
         """Write the time of the save to `monolith_checkpoint`. The checkpoint counts already, even if this
         fails."""
@@ -479,7 +471,9 @@ class Saver:
         name = filesystem.base_name(prefix)
         pattern = rf"{re.escape(name)}(\..*|_item_pool_.*)"
         if self._owns_folder and (numbered := re.search(r"-0*([0-9]+)$", name)):
-            pattern += rf"|(ckpt\.info|input_worker_.*\.ckpt)-0*{numbered[1]}(\..*|-tmp-.*)?"
+            number = SaveNames.number_of(prefix)
+            others = r"(ckpt\.info|input_worker_.*\.ckpt)" if number == 1 else rf"ckpt\.info\.{number}"
+            pattern += rf"|{others}-0*{numbered[1]}(\..*|-tmp-.*)?"
         belongs = re.compile(pattern, re.DOTALL)
         files = [path for path in filesystem.list_files(self._model_dir) if _matches(belongs, path)]
         folders = [path for path in filesystem.list_folders(self._model_dir) if _matches(belongs, path)]
@@ -493,14 +487,14 @@ class Saver:
         """Remove temporary files that a kill left."""
         own = [self._latest_filename, filesystem.base_name(journal_path("", self._latest_filename))]
         if self._owns_folder:
-            own.append(MONOLITH_CHECKPOINT_FILE)
+            own += [MONOLITH_CHECKPOINT_FILE, BEST_FILE]
         patterns = [re.escape(name) for name in own]
         folders = []
         for path in filter(self._is_ours, self._retention.paths):
             name = filesystem.base_name(path)
             patterns.append(rf"{re.escape(name)}\..*")
             if self._owns_folder:
-                patterns.append(rf"ckpt\.info-0*{SaveNames.step_of(path)}")
+                patterns.append(rf"ckpt\.info(\.[0-9]+)?-0*{SaveNames.step_of(path)}")
             folders.append(SaveNames.assets(path))
         belongs = re.compile(rf"({'|'.join(patterns)})-tmp-.*", re.DOTALL)
         try:

@@ -43,6 +43,7 @@ _REREADS = 5
 _PAUSE_SECONDS = 0.2
 _JOURNAL_VERSION = 1
 _STEP = re.compile(r"-([0-9]+)$")
+_NUMBER = re.compile(r"\.([0-9]+)-[0-9]+$")
 
 _log = logging.getLogger(__name__)
 
@@ -443,9 +444,20 @@ class SaveNames:
         self._latest_filename = latest_filename
         self._pad = pad_step_number
 
-    def prefix(self, step: int) -> str:
-        """Return the prefix of the names of all files of a step."""
-        return f"{self._path}-{step:08}" if self._pad else f"{self._path}-{step}"
+    def prefix(self, step: int, number: int = 1) -> str:
+        """Return the prefix of the names of all files of a checkpoint.
+
+        Args:
+            number: From 1, of the checkpoints of the same step: a second one must not replace the first.
+        """
+        path = self._path if number == 1 else f"{self._path}.{number}"
+        return f"{path}-{step:08}" if self._pad else f"{path}-{step}"
+
+    def is_of(self, prefix: str, step: int) -> bool:
+        """Whether a checkpoint next to the path is one of those of a step."""
+        name = rf"{re.escape(filesystem.base_name(self._path))}(\.[0-9]+)?-0*{step}"
+        found = re.fullmatch(name, filesystem.base_name(prefix))
+        return found is not None and filesystem.parent(prefix) == filesystem.parent(self._path)
 
     @staticmethod
     def assets(prefix: str) -> str:
@@ -457,6 +469,12 @@ class SaveNames:
         """Return the step in the name of a checkpoint; 0 if it does not end in `-<digits>`."""
         found = _STEP.search(filesystem.base_name(prefix))
         return int(found.group(1)) if found else 0
+
+    @staticmethod
+    def number_of(prefix: str) -> int:
+        """Return the number in the name of a checkpoint: 2 of `model.ckpt.2-300`, 1 of `model.ckpt-300`."""
+        found = _NUMBER.search(filesystem.base_name(prefix))
+        return int(found.group(1)) if found else 1
 
     def existing_steps(self) -> set[int]:
         """Return the steps that the state file next to the path lists; none if there is no such file."""
@@ -489,26 +507,26 @@ class CkptInfo:
         return cls(dict(slot_counts), dict(feature_counts))
 
 
-def ckpt_info_path(folder: str, step: int) -> str:
-    """Return the path of the counts of a step."""
-    return filesystem.join(folder, f"ckpt.info-{step}")
+def ckpt_info_path(folder: str, step: int, number: int = 1) -> str:
+    """Return the path of the counts of a step; see `SaveNames.prefix` for its number."""
+    return filesystem.join(folder, f"ckpt.info-{step}" if number == 1 else f"ckpt.info.{number}-{step}")
 
 
-def write_ckpt_info(folder: str, step: int, info: CkptInfo) -> str:
+def write_ckpt_info(folder: str, step: int, info: CkptInfo, number: int = 1) -> str:
     """Write the counts of a step, and return where."""
-    path = ckpt_info_path(folder, step)
+    path = ckpt_info_path(folder, step, number)
     _write(path, _text(CkptInfoProto(slot_counts=info.slot_counts, feature_counts=info.feature_counts)))
     return path
 
 
-def read_ckpt_info(folder: str, step: int) -> CkptInfo:
-    """Return the counts of a step.
+def read_ckpt_info(folder: str, step: int, number: int = 1) -> CkptInfo:
+    """Return the counts of a step; see `SaveNames.prefix` for its number.
 
     Raises:
         FileMissingError: There are none.
         CorruptFileError: They do not parse.
     """
-    path = ckpt_info_path(folder, step)
+    path = ckpt_info_path(folder, step, number)
     message = _parse(path, filesystem.read_bytes(path), CkptInfoProto())
     return CkptInfo(dict(message.slot_counts), dict(message.feature_counts))
 

@@ -124,6 +124,8 @@ def named_checkpoint(model_dir: str, name: str) -> str:
     meant = [one for one in found if is_named(one.prefix, name)]
     if not meant:
         raise RestoreError(f"there is no checkpoint {name} in {model_dir}; {_those_there(found)}")
+    if len(listed := [one for one in meant if "listed" in one.marks]) == 1:
+        meant = listed  # a step was saved again after a rollback, and the first one of it is still needed
     if len(meant) > 1:
         names = ", ".join(one.name for one in meant)
         raise RestoreError(f"{name} may be any of {names} in {model_dir}; give its whole name")

@@ -45,6 +45,7 @@ from monolith.checkpoint.folder.saver import CheckpointNaming, Saver, checkpoint
 from monolith.checkpoint.folder.state_files import (
     CkptInfo,
     MonolithCheckpointState,
+    SaveNames,
     absolute_path,
     choose_table_kind,
     dense_path,
@@ -266,7 +267,8 @@ class _Rewriting:
         last = self._chain[-1].manifest
         if "tables" in parts:
             counts = {name: entry["rows"] for name, entry in parts["tables"]["tables"].items()}
-            write_ckpt_info(filesystem.parent(self._target), last.step, CkptInfo(dict(self._slots), counts))
+            info, number = CkptInfo(dict(self._slots), counts), SaveNames.number_of(self._target)
+            write_ckpt_info(filesystem.parent(self._target), last.step, info, number)
         manifest = Manifest(step=last.step, kind="full", parts=parts, saved_at=last.saved_at)
         write_manifest(self._target, manifest)
 

@@ -7,10 +7,20 @@ The queue and the checkpoint must agree on which records count. The order of the
     those files, report the cursor
 
 If a worker dies before 2, its records are lost with it, and the next lease starts at the last commit. If it
-dies between 2 and 3, its successor is restored under its name, takes its leases over, and commits again."""
+dies between 2 and 3, its successor is restored under its name, takes its leases over, and commits again.
+
+Names under which files are leased:
+
+    worker 3               worker 3 of several. One that starts releases the leases of the process before it.
+    run 5e1f... 09ab...    the only worker of a run, and its process. One that starts releases the leases of
+                           all processes of its run. Their names differ: what an earlier one that is alive
+                           after all takes later is waited for, as a file of another worker, and not lost.
+    unnamed 77c0...        any other. Its leases expire, unless a process restores a position of it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import fields
@@ -26,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _WORKER = "worker "
 """The prefix of the name of a worker that has a number."""
+_RUN = "run "
+"""The prefix of the name of a process of a run with one worker."""
 
 
 class LeasedFiles(FileOrder):
@@ -38,6 +50,8 @@ class LeasedFiles(FileOrder):
     def __init__(self, queue: FileQueue, worker: int | None, *, auto_commit: bool) -> None:
         self._queue = queue
         self._is_named = False
+        self._run = ""
+        """The prefix of the names of all processes of this run; empty if it has none."""
         self._worker = f"unnamed {concurrency.token_hex(8)}"
         if worker is not None:
             self._set_name(worker)
@@ -53,8 +67,13 @@ class LeasedFiles(FileOrder):
         if not self._is_named and shard.workers > 1:
             self._set_name(shard.worker)
 
+    def read_for(self, run: str) -> None:
+        if not self._is_named:
+            self._run = f"{_RUN}{hashlib.sha256(run.encode()).hexdigest()[:16]} "
+            self._worker = f"{self._run}{concurrency.token_hex(4)}"
+
     def _set_name(self, worker: int) -> None:
-        self._is_named, self._worker = True, f"{_WORKER}{worker}"
+        self._is_named, self._worker, self._run = True, f"{_WORKER}{worker}", ""
 
     def after(self, cursor: FileCursor) -> FileCursor | Step:  # noqa: ARG002
         with self._lock:
@@ -91,10 +110,16 @@ class LeasedFiles(FileOrder):
                 self._queue.give_back(self._leases.pop(number))
 
     def _begin(self) -> None:
-        """Release the leases of an earlier worker of this name: no other worker would ever get them."""
+        """Release the leases of an earlier process of this worker: no other worker would ever get them.
+
+        From now on the queue refuses what that process reports: each lease has a token.
+        """
         if not self._begun:
             self._begun = True
-            self._queue.release(self._worker)
+            if self._run:
+                self._queue.release_all(self._run)
+            else:
+                self._queue.release(self._worker)
 
     def is_lost(self, cursor: FileCursor) -> bool:
         with self._lock:
@@ -167,8 +192,10 @@ class LeasedFiles(FileOrder):
         """
         if self._is_named or not isinstance(reader, str) or reader == self._worker:
             return
+        if self._run and reader.startswith(self._run):
+            return  # an earlier process of this run, whose leases are released by the name of the run
         self._queue.release(self._worker)
-        self._worker, self._begun = reader, False
+        self._worker, self._run, self._begun = reader, "", False
 
     def commit(self, position: Position) -> None:
         cursor = FileCursor(**{field.name: position[field.name] for field in fields(FileCursor)})
@@ -204,8 +231,11 @@ class LeasedFiles(FileOrder):
 
     def remaining(self, former: Sequence[FormerWorker]) -> list[list[RemainingFile]]:
         """Report the positions to the queue, which leases the remaining files by itself."""
-        numbered = {name for name in self._queue.readers() if name.startswith(_WORKER)}
-        self._settle({str(one.position.get("reader")) for one in former} | numbered, former)
+        readers = {str(one.position.get("reader")) for one in former}
+        # The positions may be of another process of their run than the one that has leases now.
+        runs = {name[: name.rindex(" ") + 1] for name in readers if name.startswith(_RUN)}
+        now = {name for name in self._queue.readers() if name.startswith((_WORKER, *runs))}
+        self._settle(readers | now, former)
         return [[] for _ in former]
 
     def give_back(self, former: FormerWorker) -> None:

@@ -65,7 +65,7 @@ class FileSource(Source, WorkQueueSource):
         worker: Which of `num_workers` this is; by default `read_shard` decides.
             For a queue it is a name: a worker that starts under a name gets the files that were leased to
             that name before, so give it only if it is unique, such as the rank. Without it, the leases of
-            a process that died expire.
+            a process that died expire; the only worker of a run with a model_dir has the name of its run.
         batch_size: Records per batch, across the ends of files and epochs. Only the last is shorter,
             and with a watch a batch that waited for `max_wait`.
         epochs: How often to read a list; None without end.
@@ -169,6 +169,11 @@ class FileSource(Source, WorkQueueSource):
         self._shuffle_cursor = ShuffleCursor()
 
     # Shards, epochs, and the files of a list
+
+    def read_for(self, run: str) -> None:
+        """Lease files of a queue under the name of a run, unless `worker` or the shard gives a number."""
+        if self._queue is not None:
+            self._queue.read_for(run)
 
     def read_shard(self, shard: Shard) -> None:
         """Read one shard: of a list or a watch, its files; of a queue, any files, under the worker's name."""

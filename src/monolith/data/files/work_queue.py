@@ -177,6 +177,10 @@ class LeaseLedger:
         for lease in [lease for lease in self.leases.values() if lease.worker == worker]:
             self.put_back(lease)
 
+    def release_all(self, prefix: str) -> None:
+        for lease in [lease for lease in self.leases.values() if lease.worker.startswith(prefix)]:
+            self.put_back(lease)
+
     def settle(
         self, workers: Collection[str], finished: Collection[int], reached: Mapping[int, Progress]
     ) -> None:
@@ -342,6 +346,10 @@ class FileQueue(ABC):
     def release(self, worker: str) -> None:
         """Release all leases of a worker that is known to have died or stopped."""
         self._change(object(), lambda ledger: ledger.release(worker), None)
+
+    def release_all(self, prefix: str) -> None:
+        """Release all leases of workers whose names have this prefix."""
+        self._change(object(), lambda ledger: ledger.release_all(prefix), None)
 
     def settle(
         self, workers: Collection[str], finished: Collection[int], reached: Mapping[int, Progress]

@@ -88,6 +88,10 @@ class JoinedSource(Source):
     def live(self) -> bool:
         return any(one.source.live is not False for one in self._inputs.values())
 
+    def read_for(self, run: str) -> None:
+        for one in self._inputs.values():
+            one.source.read_for(run)
+
     def read_shard(self, shard: Shard) -> None:
         """Have both sources read one shard, and join it in its own folder below the given one.
 

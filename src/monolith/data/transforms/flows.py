@@ -130,6 +130,10 @@ class SplitFlow:
             self._changed.notify_all()
             return found
 
+    def read_for(self, run: str) -> None:
+        """Tell the source which run reads; see `Stream.read_for`."""
+        self._reader.source.read_for(run)
+
     def read_shard(self, shard: Shard) -> None:
         """Have the source read one shard of its data."""
         self._reader.source.read_shard(shard)
@@ -279,6 +283,9 @@ class MergeFlow(Source):
             if len(merged):
                 yield merged
 
+    def read_for(self, run: str) -> None:
+        self._inputs.read_for(run)
+
     def read_shard(self, shard: Shard) -> None:
         """Have every flow read one shard of its data."""
         self._inputs.read_shard(shard)
@@ -354,6 +361,10 @@ class _Sources:
             missing -= len(parts[-1])
             reader.advance(len(parts[-1]))
         return concat(parts) if parts else Records(0, {})
+
+    def read_for(self, run: str) -> None:
+        for reader in self._readers.values():
+            reader.source.read_for(run)
 
     def read_shard(self, shard: Shard) -> None:
         for reader in self._readers.values():
