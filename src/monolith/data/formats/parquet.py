@@ -187,7 +187,7 @@ def _values(array: Any) -> torch.Tensor | RaggedTensor:
     if types.is_uint64(kind):
         return torch.from_numpy(_numpy(array).view(np.int64))
     if types.is_int64(kind) or types.is_float32(kind):
-        return torch.from_dlpack(array)  # Arrow's own memory: records are never written to
+        return torch.utils.dlpack.from_dlpack(array)  # Arrow's own memory: records are never written to
     if types.is_integer(kind) or types.is_boolean(kind):
         return torch.from_numpy(_numpy(array.cast(pa.int64())))
     if types.is_timestamp(kind) or types.is_date(kind):
