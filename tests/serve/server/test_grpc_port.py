@@ -178,8 +178,8 @@ def with_parameter(of, name, **value):
         (with_parameter("request", "timeout", int64_param=-5), "microseconds"),
         (with_parameter("request", "priority", int64_param=10), "from 1, answered first, to 9"),
         (
-            with_parameter("input", "shared_memory_region", string_param="r"),
-            "'shared_memory_region' of the",
+            with_parameter("input", "content_type", string_param="r"),
+            "'content_type' of the",
         ),
         (with_parameter("output", "classification", int64_param=3), "'classification' of the output 'score'"),
     ],
@@ -192,6 +192,18 @@ def test_a_parameter_that_would_be_ignored_is_refused(client, message, says, raw
         message = sent
     found, text = refusal(client.ModelInfer, message)
     assert (found, says in text) == (Code.INVALID_ARGUMENT, True), text
+
+
+def test_the_size_of_raw_contents_may_be_said_as_kserves_client_does(client):
+    message = infer(("user", "BYTES", [1], "", []), raw=[b"\x01\x00\x00\x00a"])
+    size = message.inputs[0].parameters["binary_data_size"]
+    size.int64_param = 5
+    assert scores(client.ModelInfer(message)) == [101]
+    size.int64_param = 6
+    assert refusal(client.ModelInfer, message) == (
+        Code.INVALID_ARGUMENT,
+        "the input 'user': binary_data_size is 6, and it has 5 bytes",
+    )
 
 
 def test_a_priority_is_accepted(client):

@@ -174,9 +174,9 @@ def one_input(**changes):
         (rows_json("a", parameters={"priority": True}), 400, "from 1, answered first, to 9"),
         (rows_json("a", parameters={"sequence_id": 7}), 400, "does not support the parameter 'sequence_id'"),
         (
-            one_input(parameters={"shared_memory_region": "r"}),
+            one_input(parameters={"content_type": "r"}),
             400,
-            "parameter 'shared_memory_region' of inputs[0]",
+            "parameter 'content_type' of inputs[0]",
         ),
         (
             rows_json("a", outputs=[{"name": "score", "parameters": {"classification": 3}}]),

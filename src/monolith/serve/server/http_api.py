@@ -16,7 +16,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -39,11 +39,11 @@ from monolith.serve.server.batching import Quotas, Reservation
 from monolith.serve.server.http_bodies import JsonReader, packed, read_infer, unpacked, write_infer
 from monolith.serve.server.http_loop import HttpLoop, KnownHosts, Message, Receive, Send
 from monolith.serve.server.inference import (
-    EXTENSIONS,
     HTTP_STATUS,
     INTERNAL,
     NO_CONTROL,
     NO_CONTROL_TOKEN,
+    NO_REGION_TOKEN,
     PLATFORM,
     SERVER_NAME,
     UNLOAD_PARAMETERS,
@@ -54,6 +54,7 @@ from monolith.serve.server.inference import (
     read_version,
 )
 from monolith.serve.server.processes import PEER_HEADER, ServerProcesses
+from monolith.serve.server.shared_memory import NO_CUDA, RegionStatus
 from monolith.wire.open_inference import JSON_LENGTH
 
 
@@ -385,6 +386,16 @@ class HttpApi:
                 return {"POST": lambda: self._split(name, request)}
             case ["v2", "repository", "models", name, "load" | "unload" as verb]:
                 return {"POST": lambda: self._change(name, verb, request)}
+            case ["v2", "systemsharedmemory" | "cudasharedmemory" as kind, "status" | "unregister" as verb]:
+                return self._regions(kind, "", verb, request)
+            case [
+                "v2",
+                "systemsharedmemory" | "cudasharedmemory" as kind,
+                "region",
+                name,
+                "status" | "register" | "unregister" as verb,
+            ]:
+                return self._regions(kind, name, verb, request)
             case ["v2", "models", "stats"]:
                 return {"GET": lambda: self._statistics("", "")}
             case ["v2", "models", name, "versions", version, *rest]:
@@ -409,12 +420,23 @@ class HttpApi:
                 return {"GET": lambda: self._statistics(name, version)}
         return None
 
+    def _regions(
+        self, kind: str, name: str, verb: str, request: HttpRequest
+    ) -> Mapping[str, Callable[[], HttpReply]]:
+        if kind == "cudasharedmemory":
+            return {"GET": lambda: _json([])} if verb == "status" else {"POST": lambda: _no_cuda(verb)}
+        if verb == "status":
+            return {"GET": lambda: self._region_status(name)}
+        return {"POST": lambda: self._change_regions(name, verb, request)}
+
     def _metrics(self, request: HttpRequest) -> HttpReply:
         own = self._inference.render_metrics()
         return HttpReply(200, own if PEER_HEADER in request.headers else self._peers.metrics(own), METRICS)
 
     def _about(self) -> HttpReply:
-        return _json({"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)})
+        return _json(
+            {"name": SERVER_NAME, "version": __version__, "extensions": list(self._inference.extensions)}
+        )
 
     def _metadata(self, name: str, version: str) -> HttpReply:
         signature, versions, _ = self._inference.describe(name, version)
@@ -479,6 +501,24 @@ class HttpApi:
             self._peers.tell(verb, name, {VERSION: parameters[VERSION]} if VERSION in parameters else None)
         return _json({})
 
+    def _region_status(self, name: str) -> HttpReply:
+        return _json([asdict(one) for one in self._inference.shared_memory.status(name)])
+
+    def _change_regions(self, name: str, verb: str, request: HttpRequest) -> HttpReply:
+        """Register a region, or unregister one or, without a name, all."""
+        if not self._control.admits(request.headers.get("authorization", "")):
+            raise ForbiddenError(NO_REGION_TOKEN)
+        said: Mapping[str, Any] | None = None
+        if verb == "register":
+            one = RegionStatus.read(name, self._json_body(request))
+            self._inference.shared_memory.register(one)
+            said = asdict(one)
+        else:
+            self._inference.shared_memory.unregister(name)
+        if PEER_HEADER not in request.headers:
+            self._peers.tell_regions(verb, name, said)
+        return _json({})
+
     def _infer(self, name: str, version: str, request: HttpRequest, *, topk: bool = False) -> HttpReply:
         try:
             asked, binary = read_infer(
@@ -487,6 +527,7 @@ class HttpApi:
                 request.headers,
                 self._json,
                 request.reservation,
+                self._inference.shared_memory,
                 topk=topk,
             )
         except MonolithError as error:
@@ -513,6 +554,13 @@ class HttpApi:
 def _readiness(ready: bool, name: str | None = None) -> HttpReply:
     said: dict[str, Any] = {"ready": ready} if name is None else {"name": name, "ready": ready}
     return _json(said, 200 if ready else 503)
+
+
+def _no_cuda(verb: str) -> HttpReply:
+    """Refuse to register; a client that unregisters what it may have left there need not care."""
+    if verb == "register":
+        raise RequestError(NO_CUDA)
+    return _json({})
 
 
 def _tensor(one: Any) -> dict[str, Any]:
