@@ -213,8 +213,8 @@ class LeasedFiles(FileOrder):
 
     def close(self) -> None:
         with self._lock:
-            # A thread that still reads, of an attempt that failed, must take no more: the next attempt of this
-            # worker has the same name, and would take the file for one that it has read itself.
+            # A thread that still reads, of an attempt that failed, must take no more: the next attempt of
+            # this worker has the same name, and would take the file for one that it has read itself.
             self._interrupted = True
             if not self._deferred:
                 self._queue.release(self._worker)
