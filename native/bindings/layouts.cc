@@ -14,6 +14,7 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "frozen_table.h"
+#include "infer_request.h"
 #include "overlaid_group.h"
 
 namespace nb = nanobind;
@@ -53,7 +54,16 @@ void gather(const Layouts& layouts, const LayoutBatch& batch, const Floats& rows
   layouts.gather(batch, as_span(rows), to);
 }
 
-// From the ids of a batch to the outputs, over the rows of a group of tables, in one call.
+// From the ids of a batch to the outputs, over the rows of a group of tables. Without the GIL.
+template <class Group>
+void fill(const Layouts& layouts, const Group& group, const LayoutBatch& batch,
+          std::span<const std::span<float>> outputs) {
+  const std::unique_ptr<float[]> rows(new float[batch.floats()]);
+  const std::span<float> found(rows.get(), batch.floats());
+  group.lookup(batch.ids(), batch.sizes(), 1, found);
+  layouts.gather(batch, found, outputs);
+}
+
 template <class Group>
 void read_rows(const Layouts& layouts, const Group& group, const Ids& ids, const Ids& splits,
                const Column<std::uint8_t>& shared, const Ids& where, std::size_t batch_size,
@@ -62,12 +72,20 @@ void read_rows(const Layouts& layouts, const Group& group, const Ids& ids, const
   to.reserve(outputs.size());
   for (const auto& output : outputs) to.push_back(as_span(output));
   GilReleased unlocked;
-  const std::unique_ptr<LayoutBatch> batch =
-      layouts.plan(as_span(ids), as_span(splits), as_span(shared), as_span(where), batch_size);
-  const std::unique_ptr<float[]> rows(new float[batch->floats()]);
-  const std::span<float> found(rows.get(), batch->floats());
-  group.lookup(batch->ids(), batch->sizes(), 1, found);
-  layouts.gather(*batch, found, to);
+  fill(layouts, group,
+       *layouts.plan(as_span(ids), as_span(splits), as_span(shared), as_span(where), batch_size), to);
+}
+
+template <class Group>
+void read_packed(const Layouts& layouts, const Group& group, const PackedRows& packed, const Ids& where,
+                 const std::vector<AnyOutFloats>& outputs) {
+  std::vector<std::span<float>> to;
+  to.reserve(outputs.size());
+  for (const auto& output : outputs) to.push_back(as_span(output));
+  GilReleased unlocked;
+  const std::vector<std::uint8_t> none_shared(packed.id_features);
+  fill(layouts, group, *layouts.plan(packed.ids, packed.splits, none_shared, as_span(where), packed.rows),
+       to);
 }
 
 void scatter(const Layouts& layouts, const LayoutBatch& batch, const std::optional<Floats>& rows,
@@ -143,6 +161,10 @@ void bind_layouts(nb::module_& m) {
            "Find the distinct ids of a batch and their rows in a group, and fill the outputs with them.")
       .def("read_rows", &read_rows<OverlaidGroup>, "group"_a, "ids"_a.noconvert(), "splits"_a.noconvert(),
            "shared"_a.noconvert(), "where"_a.noconvert(), "batch_size"_a, "outputs"_a.noconvert())
+      .def("read_packed", &read_packed<FrozenGroup>, "group"_a, "packed"_a, "where"_a.noconvert(),
+           "outputs"_a.noconvert(), "The same for the features of requests that a plan has packed.")
+      .def("read_packed", &read_packed<OverlaidGroup>, "group"_a, "packed"_a, "where"_a.noconvert(),
+           "outputs"_a.noconvert())
       .def("scatter", &scatter, "batch"_a, "rows"_a.noconvert().none(), "gradients"_a.noconvert(), "scale"_a,
            "out"_a.noconvert(), "Fill `out` with the gradient of each distinct id's row.")
       .def("number", &number, "batch"_a, "out"_a.noconvert(),

@@ -13,12 +13,12 @@ NB_MODULE(_core, m) {
   monolith::bind_table(m);
   monolith::bind_table_group(m);
   monolith::bind_frozen(m);
-  monolith::bind_layouts(m);
   monolith::bind_routes(m);
   monolith::bind_ranking(m);
   monolith::bind_fids(m);
   monolith::bind_cells(m);
   monolith::bind_infer_request(m);
+  monolith::bind_layouts(m);  // reads the packed rows of requests
   monolith::bind_examples(m);
   monolith::bind_csv(m);
   monolith::bind_json(m);

@@ -27,7 +27,7 @@ import torch
 from monolith.errors import ConfigError, MonolithError, UnavailableError
 from monolith.runtime import LocalRun, Trainer
 from monolith.serve.client import Client, ClientOptions
-from monolith.serve.client_wire import ClientAnswer
+from monolith.serve.client_messages import ClientAnswer
 from monolith.serve.freshness_probe import quantile
 from monolith.train import Hook, StepResult, TrainConfig, TrainingRun
 from monolith_bench.marked_answers import STAGES_OF_MARKS, ListWatch, MarkSeen, MarkWatch, RemovalWatch

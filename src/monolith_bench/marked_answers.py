@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monolith.serve.client import Client
-from monolith.serve.client_wire import ClientAnswer
+from monolith.serve.client_messages import ClientAnswer
 from monolith.serve.freshness_probe import up_to_of
 from monolith.serve.rows import STAGES
 from monolith_bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob

@@ -9,10 +9,12 @@ adds. And it is compared with the fused torch model behind FastAPI and uvicorn (
 JSON, and gRPC and binary HTTP with raw bytes. All are measured by turns; the best of several rounds counts.
 
 Processor time is what a request costs: user and system time of all processes of a server while a client asks,
-divided by the requests that were answered. It depends less on what else the machine does than requests/s.
+divided by the requests that were answered. It depends less on what else the machine does than requests/s. The
+client's own is reported next to it.
 
-Requests that rank 500 items for one user are compared with the same requests in full rows. Last, a two-tower
-model is asked for the best 10 items of catalogues.
+Requests that rank 500 items for one user are compared with the same requests in full rows, requests of texts
+with those of whole numbers, and two runners with one. Last, a two-tower model is asked for the best 10 items
+of catalogues.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from monolith.serve.config import ServeConfig, ServedFolder
 from monolith.serve.metrics import ServeMetrics
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.inference import Inference, InferRequest
-from monolith.serve.server.tensors import WireTensor
+from monolith.serve.server.tensors import WireTensor, raw_bytes
 from monolith.wire.open_inference import message_types
 from monolith_bench.marked_events import FreshnessJob
 from monolith_bench.marked_trainer import export_filled
@@ -49,12 +51,14 @@ from monolith_bench.options import BenchServeOptions
 from monolith_bench.plain_server import BagsModel, FusedModel, plain_request, plain_server
 from monolith_bench.report import Report
 from monolith_bench.serve_load import COMMAND, LoadSeen, percentile
-from monolith_bench.served_deepfm import names_of, write_deepfm
+from monolith_bench.served_deepfm import as_texts, names_of, write_deepfm
 
 NAME = "deepfm"
 START_SECONDS = 600.0
 BEST = 10
 """How many items a top-k request asks for."""
+RUNNER_CONNECTIONS = 8
+"""Callers of servers with one runner and with two."""
 BARE = "the bare predictor"
 TORCH = "plain torch, eager"
 FUSED = "plain torch, eager, one table"
@@ -62,6 +66,8 @@ FASTAPI_JSON = "FastAPI, JSON"
 FASTAPI_BINARY = "FastAPI, binary"
 FASTAPI = {"gRPC": FASTAPI_BINARY, "HTTP, JSON": FASTAPI_JSON, "HTTP, binary": FASTAPI_BINARY}
 """Our transports -> what each is compared with."""
+TEXT_ROWS = 260_000
+"""The most rows of the model that is asked with texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,10 @@ def run(options: BenchServeOptions) -> int:
             report.add("load", "seconds", time.perf_counter() - begun, "s")
             measure_alone(report, predictor, options)
             measure_served(report, predictor, root, options)
-            measure_ranking(report, root, options)
+            with served(root) as ports:
+                measure_ranking(report, ports, options)
+            measure_runners(report, root, options)
+        measure_texts(report, Path(folder), options)
         measure_topk(report, Path(folder), options)
     report.finish()
     if options.json:
@@ -169,7 +178,10 @@ def measure_served(report: Report, predictor: Predictor, root: Path, options: Be
     )
     inference.repository.refresh()
     report.say(f"starting a server of {options.processes} processes, and one of FastAPI")
-    with served(root, options.processes) as ours, plain_server(options) as (plain, plain_process):
+    with (
+        served(root, "--processes", str(options.processes)) as ours,
+        plain_server(options) as (plain, plain_process),
+    ):
         grpc, http, process = ours["grpc"], ours["http"], int(ours["process"])
         seconds = options.seconds / options.repeats
         for batch in options.batches:
@@ -200,7 +212,9 @@ def measure_served(report: Report, predictor: Predictor, root: Path, options: Be
     inference.close()
 
 
-def measure_ranking(report: Report, root: Path, options: BenchServeOptions) -> None:
+def measure_ranking(
+    report: Report, ports: Mapping[str, str], options: BenchServeOptions, *, texts: bool = False
+) -> None:
     """Compare requests that rank many items with one row of the user with the same in full rows.
 
     What counts is the processor time of the server: a client that sends less also waits less.
@@ -208,29 +222,88 @@ def measure_ranking(report: Report, root: Path, options: BenchServeOptions) -> N
     items, count = 20 if options.quick else 500, round(options.features * 18 / 26)
     names = names_of(options.features)
     (full,) = columns_of(options, items, 1)
+    if texts:
+        full = {name: as_texts(name, ids.tolist()) for name, ids in full.items()}
     short = {name: full[name][:1] if name in names[:count] else full[name] for name in names}
     full = {name: np.repeat(short[name], items) if name in names[:count] else full[name] for name in names}
-    case = f"candidates, {count} user and {len(names) - count} item features, {items} items"
+    kind_of = " of texts" if texts else ""
+    case = f"candidates, {count} user and {len(names) - count} item features{kind_of}, {items} items"
     report.say(case)
-    ways: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], bytes]]] = {
-        "HTTP, JSON": ("http", http_request),
-        "HTTP, binary": ("http", partial(http_request, binary=True)),
-        "gRPC": ("grpc", grpc_request),
-    }
-    with served(root) as ports:
-        for way, (kind, request) in ways.items():
-            wires = [Wire(kind, ports[kind], int(ports["process"]), request(one)) for one in (short, full)]
-            rounds = [
-                [over_wire(wire, ServeCase(items, 1), options.seconds / options.repeats) for wire in wires]
-                for _ in range(options.repeats)
-            ]
-            ours, theirs = (best_of(seen) for seen in zip(*rounds, strict=True))
-            baseline, found = f"{case}, {way}, full rows", _numbers(ours)
-            for metric, (value, unit) in _numbers(theirs).items():
-                report.add(baseline, metric, value, unit)
-                if metric in found:  # a very short run has no processor time
-                    report.compare(f"{case}, {way}", metric, found[metric][0], unit, {baseline: value})
-    report.show("Ranking: one row of the user compared with full rows")
+    for way in WAYS:
+        _compare(report, options, case, way, [(ports, short, ""), (ports, full, ", full rows")])
+    report.show(f"Ranking{kind_of}: one row of the user compared with full rows")
+
+
+def measure_texts(report: Report, folder: Path, options: BenchServeOptions) -> None:
+    """Compare requests of texts, which the server hashes, with those of the same IDs as whole numbers."""
+    options = replace(options, rows=min(options.rows, TEXT_ROWS))
+    report.say(f"writing {options.rows:,} rows twice, found by number and by text")
+    write_deepfm(folder / "numbers", options)
+    write_deepfm(folder / "texts", options, texts=True)
+    with served(folder / "numbers") as of_numbers, served(folder / "texts") as of_texts:
+        for batch in options.batches:
+            (numbers,) = columns_of(options, batch, 1)
+            texts = {name: as_texts(name, ids.tolist()) for name, ids in numbers.items()}
+            case = f"texts, batch {batch}"
+            for way in WAYS:
+                _compare(
+                    report,
+                    options,
+                    case,
+                    way,
+                    [(of_texts, texts, ""), (of_numbers, numbers, ", whole numbers")],
+                )
+        report.show("Texts compared with whole numbers, one connection")
+        measure_ranking(report, of_texts, options, texts=True)
+
+
+def _compare(
+    report: Report,
+    options: BenchServeOptions,
+    case: str,
+    way: str,
+    asked: Sequence[tuple[Mapping[str, str], Mapping[str, Any], str]],
+) -> None:
+    """Compare one request with another, by turns.
+
+    Args:
+        asked: Twice the server, the columns, and how the case is named.
+    """
+    kind, request = WAYS[way]
+    wires = [Wire(kind, ports[kind], int(ports["process"]), request(columns)) for ports, columns, _ in asked]
+    rounds = [
+        [over_wire(wire, ServeCase(1, 1), options.seconds / options.repeats) for wire in wires]
+        for _ in range(options.repeats)
+    ]
+    ours, theirs = (best_of(seen) for seen in zip(*rounds, strict=True))
+    baseline, found = f"{case}, {way}{asked[1][2]}", _numbers(ours)
+    for metric, (value, unit) in _numbers(theirs).items():
+        report.add(baseline, metric, value, unit)
+        if metric in found:  # a very short run has no processor time
+            report.compare(f"{case}, {way}{asked[0][2]}", metric, found[metric][0], unit, {baseline: value})
+
+
+def measure_runners(report: Report, root: Path, options: BenchServeOptions) -> None:
+    """Compare a server that computes two batches at a time with one that computes one, by turns."""
+    case = ServeCase(max(options.batches), RUNNER_CONNECTIONS)
+    (columns,) = columns_of(options, case.batch, 1)
+    report.say(f"one runner and two, {case}")
+    rounds: dict[int, list[LoadSeen]] = {1: [], 2: []}
+    with served(root) as one, served(root, "--runners", "2") as two:
+        for _ in range(options.repeats):
+            for runners, ports in ((1, one), (2, two)):
+                request = http_request(columns, binary=True)
+                wire = Wire("http", ports["http"], int(ports["process"]), request)
+                rounds[runners].append(over_wire(wire, case, options.seconds / options.repeats))
+    baseline = f"{case}, HTTP, binary, 1 runner"
+    alone, both = (_numbers(best_of(seen)) for seen in rounds.values())
+    for metric, (value, unit) in alone.items():
+        report.add(baseline, metric, value, unit)
+        if metric in both:
+            report.compare(
+                f"{case}, HTTP, binary, 2 runners", metric, both[metric][0], unit, {baseline: value}
+            )
+    report.show("Two batches at a time compared with one, one process")
 
 
 def measure_topk(report: Report, folder: Path, options: BenchServeOptions) -> None:
@@ -269,6 +342,7 @@ def best_of(rounds: Sequence[LoadSeen]) -> LoadSeen:
     return replace(
         fastest,
         processor=min(seen.processor / seen.requests for seen in rounds) * fastest.requests,
+        client=min(seen.client / seen.requests for seen in rounds) * fastest.requests,
         failed=sum(seen.failed for seen in rounds),
     )
 
@@ -281,7 +355,11 @@ def add_case(report: Report, case: ServeCase, found: Mapping[str, LoadSeen]) -> 
         note = f"{found[way].failed} failed" if found[way].failed else None
         for metric, (value, unit) in _numbers(found[way]).items():
             if beside:
-                others = {f"{case}, {one}": _numbers(found[one])[metric][0] for one in beside}
+                others = {
+                    f"{case}, {one}": numbers[metric][0]
+                    for one in beside
+                    if metric in (numbers := _numbers(found[one]))  # the bare predictor has no client
+                }
                 report.compare(f"{case}, {way}", metric, value, unit, others, note=note)
             else:
                 report.add(f"{case}, {way}", metric, value, unit, note=note)
@@ -289,7 +367,8 @@ def add_case(report: Report, case: ServeCase, found: Mapping[str, LoadSeen]) -> 
 
 def _numbers(seen: LoadSeen) -> dict[str, tuple[float, str]]:
     """Return what is reported of some requests: metric -> value, unit."""
-    cost = {"processor_time": (seen.processor / seen.requests * 1e3, "ms")} if seen.processor else {}
+    spent = {"processor_time": seen.processor, "client_processor_time": seen.client}
+    cost = {name: (value / seen.requests * 1e3, "ms") for name, value in spent.items() if value}
     return {
         "requests_per_s": (seen.requests / seen.seconds, "requests/s"),
         **cost,
@@ -376,16 +455,17 @@ def over_wire(wire: Wire, case: ServeCase, seconds: float) -> LoadSeen:
 
 
 @contextmanager
-def served(root: Path, processes: int = 1, *, follow: str | None = None) -> Iterator[dict[str, str]]:
+def served(root: Path, *more: str, follow: str | None = None) -> Iterator[dict[str, str]]:
     """Run `monolith serve` while the block lasts; yield its addresses, and its `process`.
 
     Args:
+        more: Further words of the command.
         follow: Where a trainer publishes.
     """
     words = ["-m", "monolith", "serve", f"{NAME}={root}", "--http-port", "0", "--grpc-port", "0"]
     # What trains here is no run with a folder: its rows are taken for those of any export.
     following = [] if follow is None else ["--follow", follow, "--follow-any-run"]
-    words += ["--processes", str(processes), *following]
+    words += [*more, *following]
     process = subprocess.Popen(
         [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ
     )
@@ -427,8 +507,8 @@ def grpc_request(
     """
     message = message_types().ModelInferRequest(model_name=NAME)
     for name, values in columns.items():
-        message.inputs.add(name=name, datatype="INT64", shape=[len(values)])
-        message.raw_input_contents.append(values.tobytes())
+        message.inputs.add(name=name, datatype=_datatype(values), shape=[len(values)])
+        message.raw_input_contents.append(_raw(values))
     for name, number in (search or {}).items():
         message.parameters[name].int64_param = number
     data: bytes = message.SerializeToString()
@@ -449,12 +529,12 @@ def http_request(
     raws: list[bytes] = []
     inputs: list[dict[str, Any]] = []
     for name, values in columns.items():
-        line: dict[str, Any] = {"name": name, "datatype": "INT64", "shape": [len(values)]}
+        line: dict[str, Any] = {"name": name, "datatype": _datatype(values), "shape": [len(values)]}
         if binary:
-            raws.append(values.tobytes())
+            raws.append(_raw(values))
             line["parameters"] = {"binary_data_size": len(raws[-1])}
         else:
-            line["data"] = values.tolist()
+            line["data"] = values.astype(str).tolist() if values.dtype.kind == "S" else values.tolist()
         inputs.append(line)
     parameters = {"binary_data_output": binary, **(search or {})}
     head = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
@@ -465,3 +545,19 @@ def http_request(
         f"Content-Length: {len(body)}\r\n{length}\r\n"
     )
     return first.encode() + body
+
+
+def _datatype(values: np.ndarray[Any, Any]) -> str:
+    return "BYTES" if values.dtype.kind == "S" else "INT64"
+
+
+def _raw(values: np.ndarray[Any, Any]) -> bytes:
+    return raw_bytes(values.tolist() if values.dtype.kind == "S" else values)
+
+
+WAYS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], bytes]]] = {
+    "HTTP, JSON": ("http", http_request),
+    "HTTP, binary": ("http", partial(http_request, binary=True)),
+    "gRPC": ("grpc", grpc_request),
+}
+"""How a request is sent: its transport, and what makes its bytes."""

@@ -5,7 +5,8 @@ it can: what is sent is made once, and of an answer only its status is read.
 
     python -c COMMAND http 127.0.0.1:8000 8 2.0 4711 < request
 
-It also reads how much processor time the server takes meanwhile: that of a process and of all its children.
+It also reads how much processor time the server takes meanwhile, that of a process and of all its children,
+and how much it takes itself: what a faster client could win.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class LoadSeen:
     p99: float
     processor: float = 0.0
     """Seconds of processor time of the server meanwhile, user and system."""
+    client: float = 0.0
+    """Seconds of processor time of the client; 0 if it is no process of its own."""
 
 
 def main(words: list[str]) -> int:
@@ -48,10 +51,10 @@ def main(words: list[str]) -> int:
     kind, address, connections, seconds, process = words
     request = sys.stdin.buffer.read()
     load(kind, address, request, int(connections), _WARM_UP)
-    before = processor_seconds(int(process))
+    before, own = processor_seconds(int(process)), time.process_time()
     report = load(kind, address, request, int(connections), float(seconds))
-    used = processor_seconds(int(process)) - before
-    sys.stdout.write(json.dumps(asdict(replace(report, processor=used))) + "\n")
+    client, used = time.process_time() - own, processor_seconds(int(process)) - before
+    sys.stdout.write(json.dumps(asdict(replace(report, processor=used, client=client))) + "\n")
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monolith import filesystem, native
-from monolith.feature import Batch, FeatureSpec, IdFeature
+from monolith.feature import Batch, FeatureSpec, IdFeature, hash_strings
 from monolith.model import DeepFM
 from monolith.serve.manifest import (
     Servable,
@@ -43,23 +43,33 @@ def names_of(features: int) -> tuple[str, ...]:
     return tuple(f"f{number:03d}" for number in range(features))
 
 
-def write_deepfm(root: Path, options: BenchServeOptions, place: LogPosition | None = None) -> dict[str, int]:
+def as_texts(name: str, numbers: Iterable[int]) -> NDArray[np.bytes_]:
+    """Return values of a feature as texts, such as "f003-1207"."""
+    return np.array([f"{name}-{number}".encode() for number in numbers])
+
+
+def write_deepfm(
+    root: Path, options: BenchServeOptions, place: LogPosition | None = None, *, texts: bool = False
+) -> dict[str, int]:
     """Write the one version of the model: a table for each feature, with ids from 0 on.
 
     Args:
         place: How far a trainer had published when it was made.
+        texts: Whether features are texts: those that `as_texts` returns of the same numbers.
 
     Returns:
         The floats in a row of each table.
     """
-    spec = FeatureSpec(features={name: IdFeature() for name in names_of(options.features)})
+    spec = FeatureSpec(
+        features={name: IdFeature(kind="string" if texts else "int") for name in names_of(options.features)}
+    )
     model = DeepFM(spec, dim=options.dim, hidden=options.hidden, seed=options.seed, threads=1).eval()
     traced = trace_dense(model, _predictions, heads=(HEAD,))
     filesystem.make_dirs(str(root))
     with NewVersion(str(root), "1", "bench") as new:
         for part in ("tables", "dense"):
             filesystem.make_dirs(filesystem.join(new.folder, part))
-        tables, files = _write_tables(new.folder, model, options)
+        tables, files = _write_tables(new.folder, model, options, spec if texts else None)
         record = write_tensors(filesystem.join(new.folder, WEIGHTS), dict(traced.weights), {})
         files[WEIGHTS] = ServableFile(bytes=record.bytes, crc=record.crc32c)
         with filesystem.atomic_write(filesystem.join(new.folder, GRAPH)) as out:
@@ -98,7 +108,7 @@ def write_deepfm(root: Path, options: BenchServeOptions, place: LogPosition | No
 
 
 def _write_tables(
-    folder: str, model: DeepFM, options: BenchServeOptions
+    folder: str, model: DeepFM, options: BenchServeOptions, texts: FeatureSpec | None
 ) -> tuple[dict[str, ServableTable], dict[str, ServableFile]]:
     random = np.random.default_rng(options.seed)
     rows = options.rows // options.features
@@ -108,7 +118,14 @@ def _write_tables(
         file = f"tables/{name}.rows"
         segments = [FrozenSegment(segment.dim, "fp32") for segment in config.segments]
         path = filesystem.join(folder, file)
-        made = write_frozen_table(path, segments, _chunks(rows, config.dim, random), rows=rows, name=name)
+        chunks = _chunks(rows, config.dim, random)
+        if texts is not None:
+            slot = texts.slots.get(name)
+            chunks = (
+                (hash_strings(as_texts(name, ids.tolist()).tolist(), slot).numpy(), floats)
+                for ids, floats in chunks
+            )
+        made = write_frozen_table(path, segments, chunks, rows=rows, name=name)
         tables[name] = ServableTable(
             file=file, rows=made.rows, dim=made.dim, coding="fp32", largest_error=0.0, mean_error=0.0
         )

@@ -71,6 +71,21 @@ def test_processor_time_is_reported_next_to_requests_per_second(report: dict[str
     assert {f"{CASE}, the bare predictor", f"{CASE}, in-process"} <= cases
 
 
+def test_processor_time_of_the_client_is_reported_apart_from_that_of_the_server(
+    report: dict[str, Any],
+) -> None:
+    cases = {one["case"] for one in report["results"] if one["metric"] == "client_processor_time"}
+    assert {f"{CASE}, {way}" for way in WAYS[1:]} <= cases
+    assert cases.isdisjoint({f"{CASE}, the bare predictor", f"{CASE}, in-process"})
+
+
+def test_two_runners_are_compared_with_one(report: dict[str, Any]) -> None:
+    case = "batch 2, 8 connections, HTTP, binary"
+    found = {one["metric"]: one for one in report["results"] if one["case"] == f"{case}, 2 runners"}
+    assert {"requests_per_s", "p50", "p99"} <= found.keys()
+    assert {one["baseline"] for one in found.values()} == {f"{case}, 1 runner"}
+
+
 @pytest.mark.parametrize("way", ["HTTP, JSON", "gRPC"])
 def test_a_two_tower_model_is_asked_for_its_best_items(report: dict[str, Any], way: str) -> None:
     found = {one["metric"] for one in report["results"] if one["case"] == f"top 10 of 500 items, {way}"}
@@ -86,3 +101,22 @@ def test_the_processor_time_of_a_process_includes_its_children() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         assert processor_seconds(process.pid) >= 0.4
+
+
+@pytest.mark.parametrize("way", ["HTTP, JSON", "HTTP, binary", "gRPC"])
+@pytest.mark.parametrize("baseline", ["whole numbers", "full rows"])
+def test_texts_are_compared_with_whole_numbers_and_in_ranking_requests_with_full_rows(
+    report: dict[str, Any], way: str, baseline: str
+) -> None:
+    case = {
+        "whole numbers": "texts, batch 2",
+        "full rows": "candidates, 18 user and 8 item features of texts",
+    }
+    compared = [
+        one
+        for one in report["results"]
+        if one["case"].startswith(case[baseline])
+        and one["baseline"] is not None
+        and one["baseline"].endswith(f"{way}, {baseline}")
+    ]
+    assert {one["metric"] for one in compared} >= {"requests_per_s", "p50", "p99"}

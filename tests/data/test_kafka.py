@@ -579,7 +579,12 @@ def test_a_group_assigns_partitions_and_the_remaining_member_resumes_where_the_o
         settings={**CONSUMER_SETTINGS, "partition.assignment.strategy": strategy},
     )
     handed_back: list[dict[str, Any]] = []
-    first = Reader(KafkaSource(settings, decode, on_revoke=handed_back.append))
+
+    def hand_back(position: dict[str, Any]) -> None:
+        handed_back.append(position)
+        first.source.commit(position)  # what it has read is done, and comes no more
+
+    first = Reader(KafkaSource(settings, decode, on_revoke=hand_back))
     # Alone at first, then the other comes and takes half of the partitions from it.
     first.wait_for(20)
     second = Reader(KafkaSource(settings, decode))
@@ -600,6 +605,39 @@ def test_a_group_assigns_partitions_and_the_remaining_member_resumes_where_the_o
     first.stop()
     first.source.close()
     assert sorted(first.found + second.found) == sorted(sent)
+
+
+@pytest.mark.parametrize("strategy", ["range,roundrobin", "cooperative-sticky"])
+def test_what_a_member_read_and_did_not_commit_comes_again_when_its_partitions_move(
+    kafka: Kafka, send: Callable[..., None], strategy: str
+) -> None:
+    topic = kafka.create_topic(partitions=4)
+    for partition in range(4):
+        send(topic, range(100 * partition, 100 * partition + 25), partition)
+    settings = config(
+        kafka,
+        topic,
+        assignment=None,
+        poll_batch=5,
+        poll_timeout=timedelta(milliseconds=100),
+        stream_timeout=timedelta(milliseconds=100),
+        settings={**CONSUMER_SETTINGS, "partition.assignment.strategy": strategy},
+    )
+    first = Reader(KafkaSource(settings, decode))
+    first.wait_for(100)  # and it saves nothing: were it killed after the others came, all would be lost
+    second = Reader(KafkaSource(settings, decode))
+    second.wait_for(50)
+    second.stop()
+    moved = second.source.position()["offsets"][topic]
+    assert sorted(second.found) == sorted(
+        number for one in moved for number in range(100 * int(one), 100 * int(one) + 25)
+    )
+    first.stop()
+    assert sorted(first.found) == sorted(100 * one + number for one in range(4) for number in range(25)), (
+        "partitions that came back to it, or stayed, are read on where it stopped"
+    )
+    first.source.close()
+    second.source.close()
 
 
 def test_a_group_is_restored_to_a_position_and_not_to_what_it_had_committed(

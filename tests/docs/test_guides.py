@@ -174,6 +174,7 @@ def check_serving(names: dict[str, Any]) -> None:
     served = names["served_clicks"]
     assert names["client_clicks"].tolist() == pytest.approx(served, abs=1e-6)
     assert names["both"] == pytest.approx([served[0]] * 2, abs=1e-6)
+    assert names["shared_clicks"] == pytest.approx(served, abs=1e-6)
     assert names["asked_step"] > 0
     assert names["asked_age"].total_seconds() > 0
     assert served[0] > served[1]  # u0004 likes drama, u0001 does not like westerns

@@ -65,6 +65,10 @@ class BreakingShare(ServedShard):
         self._may_break("tables.write")
         return super()._write(body)
 
+    def _flush(self, body: Any) -> None:
+        self._may_break("publish.flush")
+        super()._flush(body)
+
     def _restore(self, body: Any) -> Any:
         self._may_break("tables.restore")
         return super()._restore(body)

@@ -6,12 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from monolith.errors import UnavailableError
+from monolith.errors import RetryableError, UnavailableError
 from monolith.observe import Metrics
 from monolith.runtime.attempts import STEADY, UNCOUNTED, Retries
 from monolith.runtime.cluster_config import FailoverConfig
-
-LOST = UnavailableError("server 1 is gone")
 
 
 class Clock:
@@ -39,10 +37,13 @@ class Worker:
         )
 
     def train(self, *servers: str, seconds: float = 0.0) -> None:
-        """Join these servers, train for a while and lose them."""
-        self._failover.joined(servers)
-        self.clock.now += seconds
-        self._failover.lost(LOST)
+        """Join these servers, train for a while and lose them, as `SharedTraining` does."""
+        try:
+            self._failover.joined(servers)
+            self.clock.now += seconds
+            raise UnavailableError("server 1 is gone")
+        except RetryableError as error:
+            self._failover.lost(error)
 
     def _pause(self, seconds: float) -> bool:
         self.paused.append(seconds)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from runtime.fleets import Tallied, read_model, run_fleet
 from runtime.losing import LosingFleet, settings, wait_for
 from runtime.rank_runs import quiet, train_ranks
 from train.published import Following
 
+from monolith.errors import UnavailableError
 from monolith.runtime import LocalRun
 from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.train import Hook, SaveConfig, TrainConfig
@@ -118,6 +121,35 @@ def test_a_server_that_took_the_place_of_a_lost_one_publishes_in_an_epoch_of_its
     before, after = epochs
     assert before[0] == after[0]
     assert before[1] != after[1]
+    ends_equal(following, tmp_path)
+
+
+def test_a_run_that_keeps_going_waits_for_the_server_that_was_lost_before_its_last_delta(
+    tmp_path: Path,
+) -> None:
+    following = Following(TASK)
+    with LosingFleet(settings(tmp_path), task=TASK, loses_servers=True, publish=following.plan) as fleet:
+        fleet.breaks[1].add("publish.flush")
+        assert fleet.train().report().finished
+        assert not fleet.breaks[1]
+    ends_equal(following, tmp_path)
+
+
+def test_a_run_does_not_end_well_if_a_server_was_lost_before_its_last_delta_and_the_next_start_publishes_it(
+    tmp_path: Path,
+) -> None:
+    following = Following(TASK)
+    with LosingFleet(
+        settings(tmp_path), task=TASK, keeps_going=False, loses_servers=True, publish=following.plan
+    ) as fleet:
+        fleet.breaks[1].add("publish.flush")
+        worker = fleet.train()
+        worker.fleet.group.replacement_timeout = timedelta()  # as in a run that does not keep going
+        with pytest.raises(UnavailableError, match="saved and not all of them are published"):
+            worker.report()
+        wait_for(lambda: len(fleet.discovery.query("ps")) == 2, "the next server to be there")
+        again = fleet.train().report()
+        assert (again.finished, again.steps) == (True, 0)
     ends_equal(following, tmp_path)
 
 

@@ -33,7 +33,7 @@ from monolith.errors import (
     UnknownModelError,
 )
 from monolith.serve import AsyncClient, Client, ClientInput, ClientOptions
-from monolith.serve.client_wire import GrpcDialect, InferQuestion, _unpacked, encode_inputs, tensors_of
+from monolith.serve.client_messages import GrpcDialect, InferQuestion, _unpacked, encode_inputs, tensors_of
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.tensors import listed_tensor
 

@@ -1,7 +1,8 @@
 """The world of Kafka: trainers that read numbered messages, by fixed partitions or as a consumer group.
 
 With fixed partitions the checkpoint decides where reading resumes, so each message is trained exactly once
-whatever happens. A group promises less: every message is yielded, and as long as no member is lost, once.
+whatever happens. A group promises less: every message is in some checkpoint in the end, also if members are
+killed; and exactly once if none is lost and each saves when its partitions are revoked.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import json
 import random
 from collections import Counter
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import numpy as np
 
 from monolith import concurrency, filesystem
-from monolith.data import Records
+from monolith.data import Position, Records
 from monolith.data.format import BadRecord
 from monolith.data.formats.memory import to_records
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSource
@@ -33,12 +34,21 @@ def decode(payloads: list[bytes]) -> tuple[Records, list[BadRecord]]:
     return to_records({RECORD: np.array([int(one) for one in payloads], dtype=np.int64)}), []
 
 
-def save(file: str, source: KafkaSource, counts: Counter[int], saved: dict[Partition, int]) -> None:
+@dataclass
+class Saved:
+    """What all checkpoints have together."""
+
+    offsets: dict[Partition, int] = field(default_factory=dict)
+    records: set[int] = field(default_factory=set)
+
+
+def save(file: str, source: KafkaSource, counts: Counter[int], saved: Saved) -> None:
     """Write a checkpoint, then commit the position in it: the order that trainers have to keep."""
     position = source.position()
     with filesystem.atomic_write(file) as out:
         out.write(json.dumps({"position": position, "counts": counts}).encode())
-    saved.update(read_position(position)[1])
+    saved.offsets.update(read_position(position)[1])
+    saved.records.update(counts)
     source.commit(position)
 
 
@@ -63,6 +73,7 @@ def kafka(seed: int, *, traced: bool = False) -> SimCluster:
         connect_timeout=timedelta(minutes=5),
         settings={"session.timeout.ms": 6000, "heartbeat.interval.ms": 1000},
     )
+    saves_when_revoked = not fixed and draw.random() < 0.5
     faults = Faults.drawn(seed)
     calm = not fixed and draw.random() < 0.5
     if calm:
@@ -70,8 +81,7 @@ def kafka(seed: int, *, traced: bool = False) -> SimCluster:
     numbers = range(partitions * each)
     yielded: Counter[int] = Counter()
     """How often each record was yielded by any trainer, killed ones included."""
-    saved: dict[Partition, int] = {}
-    """The offsets of the last checkpoints."""
+    saved = Saved()
 
     def play(cluster: SimCluster) -> None:
         broker = SimKafka(cluster.network)
@@ -81,12 +91,12 @@ def kafka(seed: int, *, traced: bool = False) -> SimCluster:
             known = cluster.processes
             return all(name in known and known[name].finished for name in names)
 
-        def all_yielded() -> bool:
-            return all(yielded[number] for number in numbers)
+        def all_saved() -> bool:
+            return saved.records.issuperset(numbers)
 
         def check_commit(_: str, partition: Partition, offset: int) -> None:
             if fixed:
-                known = saved.get(partition, 0)
+                known = saved.offsets.get(partition, 0)
                 assert offset <= known, f"committed {offset} of {partition}, the checkpoint has {known}"
                 if retains:  # messages that a checkpoint covers are deleted
                     log = broker.logs[partition]
@@ -94,8 +104,8 @@ def kafka(seed: int, *, traced: bool = False) -> SimCluster:
                     log.low = max(log.low, offset)
             else:
                 first = partition[1] * each
-                ahead = [one for one in range(first, first + offset) if not yielded[one]]
-                assert not ahead, f"committed {offset} of {partition}, but {ahead} were not yielded"
+                ahead = [one for one in range(first, first + offset) if one not in saved.records]
+                assert not ahead, f"committed {offset} of {partition}, but no checkpoint has {ahead}"
 
         broker.on_committed.append(check_commit)
 
@@ -130,13 +140,18 @@ def kafka(seed: int, *, traced: bool = False) -> SimCluster:
                 chosen = replace(config, assignment=by)
                 expected = each * sum(by.reads(0, one) for one in range(partitions))
             counts: Counter[int] = Counter()
-            with closing(KafkaSource(chosen, decode)) as source:
+
+            def revoked(_: Position) -> None:
+                if saves_when_revoked:
+                    save(file, source, counts, saved)
+
+            with closing(KafkaSource(chosen, decode, on_revoke=revoked)) as source:
                 if filesystem.exists(file):
                     found = json.loads(filesystem.read_bytes(file))
                     source.restore(found["position"])
                     counts.update({int(record): times for record, times in found["counts"].items()})
                 step = 0
-                while not (sum(counts.values()) >= expected if fixed else all_yielded()):
+                while not (sum(counts.values()) >= expected if fixed else all_saved()):
                     for records in source:
                         step += 1
                         numbers = records.columns[RECORD].values.tolist()
@@ -148,26 +163,26 @@ def kafka(seed: int, *, traced: bool = False) -> SimCluster:
                         if name == leaver and step == 2:
                             save(file, source, counts, saved)
                             return
-                save(file, source, counts, saved)
+                    save(file, source, counts, saved)
 
         cluster.start("kafka", lambda: broker.serve(lambda: finished([*trainers, "producer"])))
         cluster.start("producer", produce)
         for name in trainers:
             cluster.start(name, lambda name=name: train(name))
         cluster.wait()
-        if fixed:
-            trained: Counter[int] = Counter()
-            for name in trainers:
+        trained: Counter[int] = Counter()
+        for name in trainers:
+            if filesystem.exists(f"sim://{name}"):
                 found = json.loads(filesystem.read_bytes(f"sim://{name}"))
                 trained.update({int(record): times for record, times in found["counts"].items()})
+        missing = [one for one in numbers if not trained[one]]
+        assert not missing, f"records that are in no checkpoint: {missing}"
+        if fixed or (calm and saves_when_revoked):
             wrong = {one: trained[one] for one in sorted({*trained, *numbers}) if trained[one] != 1}
             assert not wrong, f"records that were not trained exactly once: {wrong}"
-        else:
-            missing = [one for one in numbers if not yielded[one]]
-            assert not missing, f"records that were never yielded: {missing}"
-            if calm:
-                twice = [one for one in numbers if yielded[one] != 1]
-                assert not twice, f"records that were yielded twice though no member was lost: {twice}"
+        if calm and saves_when_revoked:
+            twice = [one for one in numbers if yielded[one] != 1]
+            assert not twice, f"records that were yielded twice though no member was lost: {twice}"
 
     cluster = SimCluster(seed, faults, traced=traced)
     cluster.run(play)

@@ -24,6 +24,7 @@ from monolith.checkpoint.folder.saver import MANIFEST, Saver
 from monolith.data.files.leased import LeasedFiles
 from monolith.data.kafka import KafkaSource
 from monolith.data.kafka.positions import make_position, read_position
+from monolith.data.kafka.source import _partition_of
 from monolith.data.service import job, worker
 from monolith.errors import RetryableError
 from monolith.filesystem import atomic_write
@@ -322,6 +323,18 @@ def _revoked_without_commit() -> Sequence[Patch]:
     return [(KafkaSource, "_on_revoke", on_revoke)]
 
 
+def _revoked_with_commit() -> Sequence[Patch]:
+    right = KafkaSource._on_revoke
+
+    def on_revoke(self: KafkaSource, consumer: Any, partitions: Any) -> None:
+        self._commits.add(
+            {one: self._next[one] for one in map(_partition_of, partitions) if one in self._next}
+        )
+        right(self, consumer, partitions)
+
+    return [(KafkaSource, "_on_revoke", on_revoke)]
+
+
 def _offsets_committed_before_saved() -> Sequence[Patch]:
     right = kafka.save
 
@@ -615,9 +628,15 @@ MUTANTS = {
     "position_skips_one": Mutant("kafka", "A position skips the next message.", _position_skips_one, seeds=4),
     "revoked_without_commit": Mutant(
         "kafka",
-        "A member of a group gives partitions up without telling how far it read.",
+        "A member of a group gives partitions up without committing what it has saved.",
         _revoked_without_commit,
-        seeds=118,
+        seeds=270,
+    ),
+    "revoked_with_commit": Mutant(
+        "kafka",
+        "A member of a group that gives partitions up commits messages that are in no checkpoint.",
+        _revoked_with_commit,
+        seeds=4,
     ),
     "offsets_committed_before_saved": Mutant(
         "kafka",

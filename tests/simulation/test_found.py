@@ -48,6 +48,11 @@ FOUND = [
         2529,
         "a worker that joined and ended while the chief was cut off was not counted when server 0 was lost",
     ),
+    (
+        "together",
+        5001,
+        "a worker without retries left joined its servers again and again, and never ended",
+    ),
 ]
 
 

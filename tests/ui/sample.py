@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from monolith.errors import UnavailableError
+from monolith.errors import RequestError, UnavailableError
 from monolith.ui import Feed
 from monolith.ui.figures import (
     STAGES,
@@ -17,6 +17,7 @@ from monolith.ui.figures import (
     ProcessFigures,
     PublishFigures,
     RunState,
+    SplitFigures,
     StageFigures,
     TableFigures,
 )
@@ -39,6 +40,8 @@ class SampleRun:
             CurvePoint("examples", "", NOW - 300 + 3 * at, 5_000 + 350 * math.sin(at / 7))
             for at in range(100)
         ]
+
+    set_split = None
 
     @property
     def publishing(self) -> SampleRun:
@@ -131,11 +134,13 @@ class SampleRun:
 
 
 class SampleServer:
-    """A server of one model."""
+    """A server of one model, whose requests are split between two versions."""
 
     name = "ads"
+    publishing = None
 
     def __init__(self) -> None:
+        self.targets = "ads/45000:30,ads/48000:10"
         self._points = [
             point
             for at in range(100)
@@ -158,7 +163,13 @@ class SampleServer:
                     name="ads", version="45000", state="UNAVAILABLE", reason="the file rows.bin is damaged"
                 ),
             ],
+            splits=[SplitFigures(name="ads", targets=self.targets)] if self.targets else [],
         )
+
+    def set_split(self, name: str, targets: str) -> None:
+        if name != "ads" or "9" in targets:
+            raise RequestError(f"ads answers 404: there is no {name}={targets}")
+        self.targets = targets
 
     def close(self) -> None:
         """Nothing is held."""

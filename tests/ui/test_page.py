@@ -188,6 +188,25 @@ def test_buttons_are_pressed_by_keyboard_and_say_what_came_of_it(shown: Shown) -
     assert shown.run.calls[-1] == ("resume", "")
 
 
+def test_splits_are_shown_as_shares_and_changed(shown: Shown) -> None:
+    shown.wait("#splits", "ads/45000: 75 %[\\s\\S]*ads/48000: 25 %")
+    change = shown.tab.get_by_role("button", name="Change the split of ads of ads")
+    change.click()
+    assert shown.tab.input_value("#act-text") == "ads/45000:30,ads/48000:10"
+    shown.tab.fill("#act-text", "ads/9")
+    shown.tab.click("#act-do")
+    shown.wait("#said-split", "Change the split of ads, ads failed: ads answers 404")
+    change.click()
+    shown.tab.fill("#act-text", "ads/45000:1,ads/48000:1")
+    shown.tab.keyboard.press("Enter")
+    shown.wait("#splits", "ads/45000: 50 %")
+    change.click()
+    shown.tab.fill("#act-text", "")
+    shown.tab.click("#act-do")
+    shown.wait("#said-split", "Change the split of ads, ads: done")
+    shown.tab.wait_for_selector("#splits li", state="detached")
+
+
 def test_charts_are_tables_too(shown: Shown) -> None:
     tab = shown.tab
     details = tab.locator("figure[data-chart=auc] details")

@@ -51,7 +51,8 @@ def port_of(page: Page) -> int:
 def press(page: Page, verb: str, body: Any, **headers: str) -> tuple[int, str]:
     usual = {"X-Monolith-Page": "1", "Content-Type": "application/json"}
     usual |= {name.replace("_", "-"): value for name, value in headers.items()}
-    status, _, said = ask(page, "POST", f"/publish/{verb}", body, **usual)
+    path = "/splits/set" if verb == "split" else f"/publish/{verb}"
+    status, _, said = ask(page, "POST", path, body, **usual)
     return status, json.loads(said).get("error", "")
 
 
@@ -203,9 +204,27 @@ def test_buttons_hold_resume_and_roll_back(shown: tuple[Page, SampleRun]) -> Non
     ]
 
 
+def test_a_button_changes_the_split_of_a_server(page: Page) -> None:
+    def targets() -> list[str]:
+        found = json.loads(ask(page, "GET", "/state")[2])["sources"]
+        return [one["targets"] for source in found for one in source.get("splits", ())]
+
+    assert press(page, "split", {"source": "ads", "name": "ads", "targets": "ads/1:50,ads/2:50"}) == (200, "")
+    while targets() != ["ads/1:50,ads/2:50"]:
+        pass  # the page looks at its sources all the time
+    assert press(page, "split", {"source": "ads", "name": "ads", "targets": ""}) == (200, "")
+    while targets():
+        pass
+
+
 @pytest.mark.parametrize(
     ("verb", "body", "status", "said"),
     [
+        ("split", {"source": "ads", "name": "ads", "targets": "ads/9"}, 400, "there is no ads=ads/9"),
+        ("split", {"source": "ads", "name": "", "targets": "ads/2"}, 400, "name"),
+        ("split", {"source": "ads", "name": "ads"}, 400, "targets"),
+        ("split", {"source": "online", "name": "ads", "targets": ""}, 400, "online is no server"),
+        ("split", {"source": "x", "name": "ads", "targets": ""}, 400, "no source"),
         ("rollback", {"source": "online"}, 400, "version"),
         ("rollback", {"source": "online", "version": "9"}, 502, "version 9 is not there any more"),
         ("hold", {"source": "frozen"}, 400, "frozen has no publishing"),

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 from checkpoint.small_runs import chain
+from serve.server.linear import LinearCatalog, LinearModel
+from serve.server.serving import Served, serving
 
-from monolith.cluster.security import SecurityConfig
+from monolith.cluster.security import Guard, SecurityConfig
 from monolith.cluster.status import FAILED, JobStatus, ProcessStatus, StatusBoard
 from monolith.config import Secret
-from monolith.errors import ConfigError, UnavailableError
+from monolith.errors import ConfigError, RequestError, UnavailableError
 from monolith.observe import Metrics
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.ui.figures import CurvePoint, PageReading
@@ -179,6 +181,47 @@ def test_a_server_shows_requests_latency_and_versions() -> None:
     assert [(one.name, one.version, one.state) for one in reading.models] == [("ads", "3", "READY")]
     assert (reading.facts["refused"], reading.facts["staleness"]) == ("2", "0.3 s")
     assert reading.note == "the trainer has paused publishing"
+
+
+CONTROL = SecurityConfig(token=Secret("s3cret"))
+
+
+@pytest.fixture
+def splitting() -> Iterator[Served]:
+    made = {one: lambda one=one: LinearModel(version=one) for one in ("1", "2")}
+    with serving(
+        LinearCatalog({"f": made}),
+        allow_control=True,
+        splits=("ads=f/1:50,f/2:50",),
+        server={"guard": Guard(token=Secret("s3cret"))},
+    ) as server:
+        yield server
+
+
+def splits_of(source: ProcessSource) -> list[tuple[str, str]]:
+    return [(one.name, one.targets) for one in source.read().splits]
+
+
+def test_a_server_shows_its_splits_and_changes_them_with_the_control_token(splitting: Served) -> None:
+    source = ProcessSource("ads", splitting.http_url, CONTROL)
+    assert splits_of(source) == [("ads", "f/1:50,f/2:50")]
+    source.set_split("ads", "f/1:90,f/2:10")
+    assert splits_of(source) == [("ads", "f/1:90,f/2:10")]
+    with pytest.raises(RequestError, match=r"answers 404: .*9"):
+        source.set_split("ads", "f/9")
+    with pytest.raises(RequestError, match="answers 400"):
+        source.set_split("a/../b", "nobody")
+    assert splits_of(source) == [("ads", "f/1:90,f/2:10")]
+    source.set_split("ads", "")
+    assert splits_of(source) == []
+
+
+def test_a_split_is_not_changed_with_the_token_of_clients(splitting: Served) -> None:
+    predict = Guard(token=Secret("s3cret")).for_role("predict").token
+    source = ProcessSource("ads", splitting.http_url, SecurityConfig(token=predict))
+    with pytest.raises(RequestError, match=r"answers 403: .*control token"):
+        source.set_split("ads", "f/1")
+    assert splits_of(source) == [("ads", "f/1:50,f/2:50")]
 
 
 # A folder

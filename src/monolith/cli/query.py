@@ -22,7 +22,7 @@ from monolith.cluster.security import SecurityConfig
 from monolith.errors import ConfigError
 from monolith.observe import progress
 from monolith.serve.client import Client, ClientOptions
-from monolith.serve.client_wire import ClientAnswer
+from monolith.serve.client_messages import ClientAnswer
 from monolith.serve.freshness_probe import FreshnessProbe, Probed, open_events, quantile, stages_of
 from monolith.serve.rows import STAGES
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,27 @@ from monolith.errors import FeatureError
 from monolith.feature.batches import FeatureIds
 from monolith.feature.combiners import Max, largest
 from monolith.feature.layouts import LayoutPlan
+
+
+class PackedFeatures(NamedTuple):
+    """The ID features of requests, as the core has packed them: a `FeatureIds` without tensors."""
+
+    names: tuple[str, ...]
+    packed: native.PackedRows
+
+    def ids(self) -> FeatureIds:
+        """Return the same as tensors."""
+        packed = self.packed
+        ids, splits = torch.from_numpy(packed.ids), torch.from_numpy(packed.splits)
+        return FeatureIds(self.names, ids, splits, packed.rows)
+
+
+class PackedBatch(NamedTuple):
+    """The features of requests, as the core has packed them: a `Batch` without tensors of IDs."""
+
+    ids: PackedFeatures
+    floats: Mapping[str, Tensor]
+    """Float features: float32 of shape (examples, 1)."""
 
 
 class Gatherer:
@@ -40,6 +61,7 @@ class Gatherer:
         self.memory = native.KeptMemory()
         self._places: dict[tuple[str, ...], NDArray[np.int64]] = {}
         self.groups = _group_uses(plan)
+        self._output_shapes = [(math.prod(shape), shape) for shape in plan.shapes]
 
     def read(self, batch: FeatureIds) -> GatheredBatch:
         """Find the distinct ids of a batch. Features the model does not read are ignored.
@@ -83,6 +105,25 @@ class Gatherer:
         except ValueError as cause:
             raise FeatureError(f"batch: {cause}") from cause
         return outputs
+
+    def read_packed(
+        self, group: native.FrozenGroup | native.OverlaidGroup, batch: PackedFeatures
+    ) -> tuple[Tensor, ...]:
+        """Return the same of requests as the core has packed them, without tensors of their IDs.
+
+        Raises:
+            FeatureError: The splits do not fit the ids, or the number of examples.
+        """
+        where = self._places.get(batch.names)
+        if where is None:
+            where = self._places[batch.names] = self._where(batch.names)
+        floats, rows = self.memory.floats, batch.packed.rows
+        outputs = [floats(rows * size).reshape(rows, *shape) for size, shape in self._output_shapes]
+        try:
+            self.core.read_packed(group, batch.packed, where, outputs)
+        except ValueError as cause:
+            raise FeatureError(f"batch: {cause}") from cause
+        return tuple(map(torch.from_numpy, outputs))
 
     def empty(self, *shape: int) -> Tensor:
         """Return a tensor to be filled, in memory that earlier batches have used and released."""

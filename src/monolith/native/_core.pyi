@@ -844,6 +844,13 @@ class Layouts:
     @overload
     def read_rows(self, group: OverlaidGroup, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int, outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None: ...
 
+    @overload
+    def read_packed(self, group: FrozenGroup, packed: PackedRows, where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
+        """The same for the features of requests that a plan has packed."""
+
+    @overload
+    def read_packed(self, group: OverlaidGroup, packed: PackedRows, where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None: ...
+
     def scatter(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, gradients: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None], scale: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """Fill `out` with the gradient of each distinct id's row."""
 

@@ -82,6 +82,7 @@ class Retries:
         self._uncounted = 0
         self._began = clock()
         self._error: RetryableError | None = None
+        self._over = False
 
     def joined(self, servers: Servers) -> None:
         """Note the servers of an attempt; one attempt more than allowed ends here.
@@ -94,6 +95,7 @@ class Retries:
             self._counted += changed
             self._uncounted += not changed
             if self._counted > self._max_retries or self._uncounted > UNCOUNTED:
+                self._over = True  # `lost` is given this error, and must not retry
                 raise self._error
         self._servers, self._began = servers, self._clock()
 
@@ -105,7 +107,7 @@ class Retries:
         """
         if self._clock() - self._began >= STEADY.total_seconds():
             self._uncounted = 0
-        if not self._max_retries:
+        if not self._max_retries or self._over:
             raise error
         self._error = error
         self._metrics.counter(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from monolith import concurrency
-from monolith.errors import MonolithError
+from monolith.errors import MonolithError, RetryableError
 from monolith.observe import Doublings
 from monolith.runtime.metric_guard import BadSince, MetricGuard
 from monolith.runtime.publish_pause import PauseFile
@@ -190,7 +190,12 @@ class PublishHook(Hook):
             self._supervisor.close()
         self._refresh()
         self._send_weights(run.step)
-        self.publishers.flush()
+        try:
+            self.publishers.flush()
+        except RetryableError as error:
+            if not run.interrupted:
+                raise  # the run is not done: subscribers lack rows that no later start would publish
+            _log.warning("%s", error)
 
     def close(self) -> None:
         if self._supervisor is not None:

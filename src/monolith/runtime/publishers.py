@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from monolith import concurrency
-from monolith.errors import MonolithError
+from monolith.errors import DeadlineExceededError, MonolithError, RetryableError, UnavailableError
 from monolith.observe import Doublings
 from monolith.runtime.publish_shard import Learning, ShardPublisher
 from monolith.store import RankGroups, ServerGroup
@@ -32,12 +32,15 @@ from monolith.wire.messages import Json, read_message, write_message
 
 _log = logging.getLogger(__name__)
 
+LATE_SECONDS = 60.0
+"""How long a server that does not answer may take for its last delta."""
+RETRY_SECONDS = 0.2
+
 
 class Publishers(Protocol):
     """All publishers of a run, as one of its processes sees them.
 
-    Only `execute` raises an error of a channel or of another process: publishing must not stop a training
-    step.
+    Only `execute` and `flush` raise an error of another process: publishing must not stop a training step.
     """
 
     @property
@@ -65,7 +68,12 @@ class Publishers(Protocol):
         old."""
 
     def flush(self) -> None:
-        """Publish all remaining changes: the run is at its end."""
+        """Publish all remaining changes: the run is at its end, and saved.
+
+        Raises:
+            RetryableError: A process was lost with changes that it had not published. A run that resumes from
+                the last checkpoint publishes all rows.
+        """
 
     def close(self) -> None:
         """Stop. Closing again does nothing."""
@@ -204,13 +212,30 @@ class ServerPublishers:
         return {share: LogPosition(one.epoch, one.sequence) for share, one in found.items()}
 
     def flush(self) -> None:
-        """Send the servers the last step, and wait until they have published it."""
+        """Send the servers the last step, and wait until they have published it.
+
+        A server that was lost is waited for if it is going to be replaced; one that is late, for a while.
+        """
         # The thread ends first: of two progress reports at the same time, the older could arrive last.
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(10)
-        self._send()
-        self._try(lambda: self._group.call_all("publish.flush", run=self._run()))
+        began = concurrency.monotonic()
+        while True:
+            try:
+                self._try(self._send_newest_weights, RetryableError)
+                self._try(self._send_progress, RetryableError)
+                self._try(lambda: self._group.call_all("publish.flush", run=self._run()), RetryableError)
+                return
+            except RetryableError as error:
+                late = LATE_SECONDS if isinstance(error, DeadlineExceededError) else 0.0
+                wait = max(late, self._group.replacement_timeout.total_seconds())
+                if concurrency.monotonic() - began >= wait:
+                    raise UnavailableError(
+                        f"the last changes of the run are saved and not all of them are published: {error}. "
+                        "A run that resumes from its last checkpoint publishes all rows."
+                    ) from error
+                concurrency.sleep(RETRY_SECONDS)
 
     def close(self) -> None:
         self._closed.set()
@@ -250,9 +275,11 @@ class ServerPublishers:
         with self._lock:
             self._statuses |= {one.share: one for one in shares}
 
-    def _try(self, call: Callable[[], object]) -> None:
+    def _try(self, call: Callable[[], object], *raised: type[Exception]) -> None:
         try:
             call()
+        except raised:
+            raise
         except Exception as error:
             self._failures += 1
             if self._failed.due(self._failures):

@@ -1,7 +1,7 @@
 """Serving: what a checkpoint becomes to be asked, and what answers."""
 
 from monolith.serve.client import AsyncClient, Client, ClientOptions
-from monolith.serve.client_wire import ClientAnswer, ClientInput, TopKAnswer
+from monolith.serve.client_messages import ClientAnswer, ClientInput, TopKAnswer
 from monolith.serve.dense import DenseGraph
 from monolith.serve.manifest import Signature, TensorSpec
 from monolith.serve.predictor import Prediction, Predictor

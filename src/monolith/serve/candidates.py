@@ -26,6 +26,7 @@ from torch import Tensor
 from monolith import concurrency, native
 from monolith.errors import ExportError, RequestTooLargeError
 from monolith.feature import Batch, CrossFeature, FeatureSpec, Gatherer
+from monolith.feature.gathering import PackedBatch
 from monolith.serve.dense import DenseGraph, SplitDense
 from monolith.serve.manifest import Servable, ServableCollection, ServableLayout
 from monolith.serve.request_reader import MOST_REPEATED, Kind, RequestReader
@@ -227,10 +228,11 @@ class CandidateRunner:
                     found.append(rows)
                     made += gathered
                 tensors.append([*made, *(batch.floats[name] for name in side.floats)])
-            if len(shared_batch) == 1:
-                user = torch.zeros(len(own_batch), dtype=torch.int64)
+            counts = torch.from_numpy(asked.counts)
+            if len(counts) == 1:
+                user = torch.zeros(int(counts), dtype=torch.int64)
             else:
-                user = torch.repeat_interleave(torch.from_numpy(asked.counts))
+                user = torch.repeat_interleave(counts)
             outputs = split.dense(tensors[0], tensors[1], user)
         return dict(zip(self._dense.outputs, outputs, strict=True)), found
 
@@ -329,10 +331,12 @@ class _BySide:
     own: _Side
     dense: SplitDense
 
-    def batches(self, asked: CandidateColumns | native.PackedRanking) -> tuple[Batch, Batch]:
+    def batches(
+        self, asked: CandidateColumns | native.PackedRanking
+    ) -> tuple[Batch | PackedBatch, Batch | PackedBatch]:
         """Return the features of users, and those of items."""
         if isinstance(asked, native.PackedRanking):
-            return self.shared.reader.batch(asked.shared), self.own.reader.batch(asked.items)
+            return self.shared.reader.packed_batch(asked.shared), self.own.reader.packed_batch(asked.items)
         shared = {
             name: column
             for name, column in asked.shared.items()

@@ -29,18 +29,12 @@ from monolith import concurrency
 from monolith.cluster.security import Guard, SecurityConfig, guard_caller, ssl_context
 from monolith.config import Checked, Problem
 from monolith.errors import ConfigError, DeadlineExceededError, RequestError, StaleAnswerError
-from monolith.serve.client_wire import (
-    AsyncClientTransport,
-    AsyncGrpcTransport,
-    AsyncHttpTransport,
+from monolith.serve.client_messages import (
     ClientAnswer,
     ClientInput,
-    ClientTransport,
     Dialect,
     GrpcDialect,
-    GrpcTransport,
     HttpDialect,
-    HttpTransport,
     InferQuestion,
     ItemSearch,
     Row,
@@ -48,6 +42,14 @@ from monolith.serve.client_wire import (
     WireCall,
     WireError,
     encode_inputs,
+)
+from monolith.serve.client_transports import (
+    AsyncClientTransport,
+    AsyncGrpcTransport,
+    AsyncHttpTransport,
+    ClientTransport,
+    GrpcTransport,
+    HttpTransport,
     find_trace_headers,
 )
 

@@ -344,6 +344,9 @@ class ServeConfig(Checked):
     """Other names by which clients reach the server over HTTP."""
     allow_control: bool = False
     """Whether clients with the control token may load and unload models."""
+    shared_memory: str = ""
+    """What the keys of POSIX shared memory objects begin with that clients on this machine may register, for
+    inputs and outputs that are not sent. Empty registers none."""
     limits: ServeLimits = field(default_factory=ServeLimits)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     splits: tuple[str, ...] = ()
@@ -399,6 +402,13 @@ class ServeConfig(Checked):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
                 yield Problem((name,), "must be from 0 to 65535")
+        if self.shared_memory and not re.fullmatch(
+            r"/?[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", self.shared_memory
+        ):
+            yield Problem(
+                ("shared_memory",),
+                "must be up to 200 letters, digits, _, - and dots, and not begin with a dot",
+            )
         if self.threads < 1:
             yield Problem(("threads",), "must be at least 1")
         if not 0 <= self.access_log <= 1:

@@ -473,7 +473,8 @@ def _without_python(
     except Exception as cause:
         _log.info("%s is run by Python, operator by operator: %s", name, str(cause).partition("\n")[0][:200])
         return module.forward
-    return lambda *given: _listed(found(*given))
+    run = found.forward  # a call of the module would look for hooks each time
+    return lambda *given: _listed(run(*given))
 
 
 def _drawn(shapes: Sequence[Sequence[Any]], rows: int) -> list[Tensor]:

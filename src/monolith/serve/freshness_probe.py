@@ -23,7 +23,7 @@ import numpy as np
 from monolith import concurrency, filesystem
 from monolith.data import KafkaSink
 from monolith.errors import ConfigError, DeadlineExceededError
-from monolith.serve.client_wire import ClientAnswer
+from monolith.serve.client_messages import ClientAnswer
 from monolith.serve.rows import ServedUpTo
 from monolith.sync.messages import LearnedUpTo
 

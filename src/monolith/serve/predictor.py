@@ -29,6 +29,7 @@ from torch import Tensor
 from monolith import concurrency, filesystem, native
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
 from monolith.feature import Batch, Gatherer
+from monolith.feature.gathering import PackedBatch
 from monolith.observe import Progress, progress
 from monolith.serve.candidates import CandidateColumns, CandidateRunner, find_candidates
 from monolith.serve.dense import CompiledDense, DenseGraph
@@ -163,6 +164,7 @@ class Predictor:
                     "answer requests; open its entry"
                 )
             check_files(locked, tables=rows is None)
+            is_mapped = rows is None
             if rows is None:
                 rows = self._map_tables(locked, opened, options)
                 opened.callback(rows.close)
@@ -175,6 +177,9 @@ class Predictor:
             self._towers: dict[str, TowerRunner] = {}
             self._listeners: tuple[RowsListener, ...] = ()
             self._runner, self._weight_names = self._open_dense(locked, dense, rows, options)
+            self._graph_runner = self._runner if isinstance(self._runner, GraphRunner) else None
+            self.answers_here = is_mapped and self._graph_runner is not None
+            """Whether a prediction waits for no other process and runs no code of a user."""
             self._opened = opened.pop_all()
 
     # Description
@@ -276,8 +281,8 @@ class Predictor:
             RequestError: A column or a value does not fit the model; names the column and the row.
             DeadlineExceededError, UnavailableError: Serving servers did not answer.
         """
-        if isinstance(columns, native.PackedRows):
-            return self._predict(self._reader.batch(columns), deadline)
+        if isinstance(columns, native.PackedRows) and self._graph_runner is not None:
+            return self._answer(*self._graph_runner.run(self._reader.packed_batch(columns), deadline))
         if (asked := self._candidates_in(columns)) is not None:
             return self._predict_candidates(asked, deadline)
         return self._predict(self._reader.batch(columns), deadline)
@@ -483,7 +488,9 @@ class GraphRunner:
         self._floats = tuple(floats)
         self._outputs = tuple(outputs)
 
-    def run(self, batch: Batch, deadline: float | None) -> tuple[Mapping[str, Tensor], Sequence[FoundRows]]:
+    def run(
+        self, batch: Batch | PackedBatch, deadline: float | None
+    ) -> tuple[Mapping[str, Tensor], Sequence[FoundRows]]:
         ids = batch.ids
         all_found: list[FoundRows] = []
         tensors: list[Tensor] = []

@@ -36,6 +36,7 @@ from monolith.data.formats.tables import frame_records
 from monolith.data.records import empty_rows
 from monolith.errors import ConfigError, DataError, MonolithError, RequestError, RequestTooLargeError
 from monolith.feature import Batch, CrossFeature, FeatureIds, FeatureSpec, FloatFeature, SequenceFeature
+from monolith.feature.gathering import PackedBatch
 from monolith.feature.spec.packing import RawCells
 from monolith.feature.spec.times import TIME
 from monolith.serve.manifest import Datatype, TensorSpec
@@ -159,6 +160,11 @@ class RequestReader:
             row = min(reading.bad)
             raise RequestError(f"row {row} of {size}: {reading.bad[row]}")
         return reading.batch()
+
+    def packed_batch(self, rows: native.PackedRows) -> PackedBatch:
+        """Return the batch of rows of `pack`, without tensors of IDs: for `RowSource.gather`."""
+        assert self._reader is not None
+        return self._reader.packed_batch(rows)
 
     def pack(self, request: native.WireRequest) -> native.PackedRows | native.PackedRanking | None:
         """Return the features of a request as it was received, for `batch`; by side if it ranks items.

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from monolith import concurrency
 from monolith.feature import FeatureIds, Gatherer
+from monolith.feature.gathering import PackedFeatures
 from monolith.store import TableIds
 from monolith.sync.messages import LearnedUpTo
 from monolith.table import FrozenTable, FrozenTables, OverlaidTables
@@ -323,7 +324,7 @@ class RowSource(Protocol):
         """
 
     def gather(
-        self, gatherer: Gatherer, ids: FeatureIds, *, deadline: float | None = None
+        self, gatherer: Gatherer, ids: FeatureIds | PackedFeatures, *, deadline: float | None = None
     ) -> tuple[Sequence[Tensor], FoundRows]:
         """Return the tensors that a model reads of the rows of a batch, and how they were found.
 
@@ -339,10 +340,10 @@ class RowSource(Protocol):
 
 
 def gather_looked_up(
-    source: RowSource, gatherer: Gatherer, ids: FeatureIds, deadline: float | None
+    source: RowSource, gatherer: Gatherer, ids: FeatureIds | PackedFeatures, deadline: float | None
 ) -> tuple[Sequence[Tensor], FoundRows]:
     """Gather rows in three steps, for a source whose rows are not in this process; see `RowSource.gather`."""
-    gathered = gatherer.read(ids)
+    gathered = gatherer.read(ids.ids() if isinstance(ids, PackedFeatures) else ids)
     found = source.lookup(TableIds(gathered.ids, gathered.sizes), deadline=deadline)
     return gathered.gather(found.rows), found
 
@@ -384,12 +385,15 @@ class MappedRows:
         return FoundRows(rows, claim=spanning(before, self._claims.now))
 
     def gather(
-        self, gatherer: Gatherer, ids: FeatureIds, *, deadline: float | None = None
+        self, gatherer: Gatherer, ids: FeatureIds | PackedFeatures, *, deadline: float | None = None
     ) -> tuple[Sequence[Tensor], FoundRows]:
-        if ids.weights is not None:
+        if isinstance(ids, FeatureIds) and ids.weights is not None:
             return gather_looked_up(self, gatherer, ids, deadline)
         before = self._claims.now
-        tensors = gatherer.read_rows(self._all.group, ids)
+        if isinstance(ids, PackedFeatures):
+            tensors = gatherer.read_packed(self._all.group, ids)
+        else:
+            tensors = gatherer.read_rows(self._all.group, ids)
         return tensors, FoundRows(self._no_rows, claim=spanning(before, self._claims.now))
 
     def ids(self, table: str) -> Tensor:

@@ -27,6 +27,10 @@ MOST_CURVES = 200
 """Curves of all sources together."""
 
 
+SetSplit = Callable[[str, str], None]
+"""Takes a name and its targets; see `Inference.set_split`."""
+
+
 class PageSource(Protocol):
     """Reports the state of a run, a server or this process. One thread reads; another may close."""
 
@@ -44,6 +48,10 @@ class PageSource(Protocol):
     @property
     def publishing(self) -> RunPublishing | None:
         """The publishing that the page's buttons control; None if there is none to control."""
+
+    @property
+    def set_split(self) -> SetSplit | None:
+        """What divides the requests for a name in another way; None if the source is no server."""
 
     def close(self) -> None: ...
 
@@ -178,11 +186,28 @@ class Board:
         Raises:
             ConfigError: There is no such source, or nothing to control about it.
         """
+        publishing = self._source(name).publishing
+        if publishing is None:
+            raise ConfigError(f"{name} has no publishing that this page can control")
+        return publishing
+
+    def set_split(self, source: str, name: str, targets: str) -> None:
+        """Have a server divide the requests for a name in another way.
+
+        Raises:
+            ConfigError: There is no such source, or it is no server.
+            RequestError: The server refuses; gives its reason.
+            UnavailableError: The server cannot be reached.
+        """
+        set_split = self._source(source).set_split
+        if set_split is None:
+            raise ConfigError(f"{source} is no server, so it splits no requests")
+        set_split(name, targets)
+
+    def _source(self, name: str) -> PageSource:
         for source in self._sources:
             if source.name == name:
-                if source.publishing is None:
-                    raise ConfigError(f"{name} has no publishing that this page can control")
-                return source.publishing
+                return source
         raise ConfigError(f"there is no source {name[:100]!r}")
 
     def _curve(self, key: _Key, curve: ThinnedCurve, seen: Seen) -> Mapping[str, Any] | None:

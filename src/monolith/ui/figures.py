@@ -214,6 +214,15 @@ class ModelFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SplitFigures:
+    """How a server divides the requests for a name."""
+
+    name: str
+    targets: str
+    """MODEL[/VERSION]:WEIGHT,... as the server has it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PublishFigures:
     """Whether what a run learns is let out."""
 
@@ -277,6 +286,7 @@ class PageReading:
     tables: Sequence[TableFigures] = ()
     stages: Sequence[StageFigures] = ()
     models: Sequence[ModelFigures] = ()
+    splits: Sequence[SplitFigures] = ()
     publish: PublishFigures | None = None
     checkpoints: Sequence[CheckpointFigures] = ()
     processes: Sequence[ProcessFigures] = ()

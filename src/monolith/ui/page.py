@@ -4,6 +4,7 @@
     GET  /events                    server-sent events: all there is, then what changes
     GET  /state                     all there is, once
     POST /publish/hold|resume|rollback
+    POST /splits/set                divide the requests of a server in another way
 
 A page on this machine can be called by every site that its user visits, so no call is trusted because of
 where it comes from. `Host` must name this machine, or a name of the attacker's could be made to mean it. What
@@ -93,6 +94,18 @@ class RollbackRequest:
     version: Annotated[str, Bounds(1, 200)]
 
 
+@dataclass(frozen=True, slots=True)
+class SplitRequest:
+    """Divide the requests for a name in another way."""
+
+    source: Name
+    name: Annotated[str, Bounds(1, 200)]
+    targets: Annotated[str, Bounds(0, 2000)]
+
+
+ACTIONS = ("/publish/hold", "/publish/resume", "/publish/rollback", "/splits/set")
+
+
 class _AnsweredError(Exception):
     """A request that ends here; never leaves this module."""
 
@@ -143,15 +156,15 @@ class PageApp:
                 body, kind = self._files[path]
                 await _write(send, 200, body, kind)  # of a HEAD, uvicorn leaves the body out
                 return
-            if path not in ("/events", "/state") and not path.startswith("/publish/"):
+            if path not in ("/events", "/state", *ACTIONS):
                 raise _AnsweredError(404, "there is nothing here")
             if not self._guard.admits(headers.get("authorization", "").encode("latin-1")):
                 raise _AnsweredError(401, REFUSAL)
             if is_cross_site(headers):
                 raise _AnsweredError(403, "another site has sent this")
-            if path.startswith("/publish/"):
+            if path in ACTIONS:
                 _allow(method, "POST")
-                await self._act(path.removeprefix("/publish/"), headers, receive, send)
+                await self._act(path.rpartition("/")[2], headers, receive, send)
                 return
             _allow(method, "GET")
             if path == "/state":
@@ -191,8 +204,6 @@ class PageApp:
                 await gone
 
     async def _act(self, verb: str, headers: Mapping[str, str], receive: Receive, send: Send) -> None:
-        if verb not in ("hold", "resume", "rollback"):
-            raise _AnsweredError(404, "there is nothing here")
         if PAGE_HEADER not in headers:
             raise _AnsweredError(403, f"only the page may do that: the header {PAGE_HEADER} is missing")
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -219,6 +230,13 @@ class PageApp:
             self._board.control(hold.source).hold(hold.reason or "held by hand, on the page")
         elif verb == "resume":
             self._board.control(read_message(ResumeRequest, found).source).resume()
+        elif verb == "set":
+            split = read_message(SplitRequest, found)
+            self._board.set_split(split.source, split.name, split.targets)
+            _log.info(
+                "the page was told to split requests for %r: %s", split.name, split.targets or "no more"
+            )
+            return
         else:
             back = read_message(RollbackRequest, found)
             self._board.control(back.source).rollback(back.version)

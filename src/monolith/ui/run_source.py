@@ -60,6 +60,8 @@ class RunSource:
         self._chief: tuple[str, ProcessSource] | None = None
         self.publishing = RunPublishing(order or orders_of(model_dir, security), timer=timer)
         """What the buttons of the page do."""
+        self.set_split = None
+        """A run answers no requests."""
 
     @property
     def name(self) -> str:

@@ -15,7 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import quote, urlsplit
 
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.cluster.status import FAILED, STATUS_PATH, JobStatus, ProcessStatus, Rates
@@ -33,6 +34,7 @@ from monolith.ui.figures import (
     ProcessFigures,
     PublishFigures,
     RecentHistograms,
+    SplitFigures,
     StageFigures,
     TableFigures,
     axis_of,
@@ -70,7 +72,7 @@ class ProcessCaller:
         header = guard_caller(security).header
         self._headers = {} if header is None else {"Authorization": header}
 
-    def ask(self, method: str, path: str) -> tuple[int, bytes]:
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Return the status and the body of an answer.
 
         Raises:
@@ -78,9 +80,9 @@ class ProcessCaller:
         """
         connection = self._connection()
         try:
-            connection.request(method, path, headers={**self._headers, "Accept": "*/*"})
+            connection.request(method, path, body, {**self._headers, "Accept": "*/*"})
             answer = connection.getresponse()
-            body = answer.read(LARGEST_ANSWER + 1)
+            read = answer.read(LARGEST_ANSWER + 1)
         except (OSError, http.client.HTTPException) as cause:
             why = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
             raise UnavailableError(f"{self.name} cannot be reached: {why}") from cause
@@ -88,9 +90,9 @@ class ProcessCaller:
             connection.close()
         if answer.status == 401:
             raise UnavailableError(f"{self.name} wants a token; start the page with --source-token-file")
-        if len(body) > LARGEST_ANSWER:
+        if len(read) > LARGEST_ANSWER:
             raise UnavailableError(f"{self.name}{path} answers with more than {LARGEST_ANSWER >> 20} MB")
-        return answer.status, body
+        return answer.status, read
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._context is None:
@@ -152,6 +154,8 @@ class Feed:
 
     publishing = None
     """It publishes nothing that the page can control."""
+    set_split = None
+    """It answers no requests."""
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
@@ -206,6 +210,22 @@ class ProcessSource:
 
     publishing = None
     """It publishes nothing that the page can control."""
+
+    def set_split(self, name: str, targets: str) -> None:
+        """Have the server divide the requests for a name in another way; needs its control token.
+
+        Raises:
+            RequestError: The server refuses; gives its reason.
+            UnavailableError: The server cannot be reached.
+        """
+        body = json.dumps({"targets": targets}).encode()
+        status, text = self._caller.ask("POST", f"/v2/splits/{quote(name, safe='')}", body)
+        if status != 200:
+            said = _read_json(text)
+            why = said.get("error") if isinstance(said, dict) else None
+            raise RequestError(
+                f"{self._caller.name} answers {status}: {str(why or 'it gives no reason')[:500]}"
+            )
 
     def close(self) -> None:
         """Do nothing: no connection is kept between two reads."""
@@ -313,6 +333,7 @@ class ProcessSource:
             points=points,
             stages=self.stages(scraped),
             models=self._models(),
+            splits=self._splits(),
         )
 
     def _job(self) -> JobStatus | None:
@@ -323,6 +344,16 @@ class ProcessSource:
             return JobStatus.from_json(text)
         except RequestError:
             return None  # a process of a library user, whose port has metrics only
+
+    def _splits(self) -> list[SplitFigures]:
+        status, text = self._caller.ask("GET", "/v2/splits")
+        found = _read_json(text) if status == 200 else None
+        if not isinstance(found, dict):
+            return []  # a server of an earlier version
+        return [
+            SplitFigures(name=name[:500], targets=str(targets)[:2000])
+            for name, targets in sorted(found.items())[:MOST_SHOWN]
+        ]
 
     def _models(self) -> list[ModelFigures]:
         status, text = self._caller.ask("POST", "/v2/repository/index")
@@ -336,6 +367,14 @@ class ProcessSource:
             ]
         except (ValueError, KeyError, TypeError):
             return []
+
+
+def _read_json(text: bytes) -> Any:
+    """Return what a text holds; None if it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _published(scraped: Scraped) -> PublishFigures | None:

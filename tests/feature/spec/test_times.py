@@ -20,7 +20,7 @@ from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSour
 from monolith.errors import ConfigError, DataError, RequestError
 from monolith.feature import FeatureSpec, IdFeature, SequenceFeature
 from monolith.feature.spec.times import read_times
-from monolith.serve.client_wire import ClientInput, tensors_of
+from monolith.serve.client_messages import ClientInput, tensors_of
 from monolith.serve.manifest import Signature
 from monolith.serve.request_reader import RequestReader
 from monolith.serve.server.tensors import columns_of, listed_tensor

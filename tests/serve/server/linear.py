@@ -55,6 +55,9 @@ class LinearModel:
     busy: int = 0
     signature: LinearSignature = field(default_factory=LinearSignature)
     towers: Mapping[str, Any] = field(default_factory=dict)
+    answers_here: bool = False
+    threads: list[str] = field(default_factory=list)
+    """The names of those that asked it."""
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -69,6 +72,7 @@ class LinearModel:
             columns = columns.full()
         users = columns["user"]
         rows = len(users)
+        self.threads.append(threading.current_thread().name)
         if b"slow" in users:
             self.busy += 1
             assert self.gate.wait(60)

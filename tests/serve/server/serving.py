@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
+import pytest
 from serve.server.linear import LinearCatalog
 
 from monolith.serve.server import InferenceServer, ServeConfig, ServedFolder, VersionPolicy
@@ -79,6 +80,13 @@ def ask_http(
 def rows_json(*users: str, **others: Any) -> dict[str, Any]:
     inputs = [{"name": "user", "datatype": "BYTES", "shape": [len(users)], "data": list(users)}]
     return {"inputs": inputs, **others}
+
+
+def refusal(call: Any, *arguments: Any, **options: Any) -> tuple[grpc.StatusCode, str]:
+    """Return the code and the text with which a call over gRPC is refused."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*arguments, **options)
+    return caught.value.code(), caught.value.details()
 
 
 class GrpcClient:

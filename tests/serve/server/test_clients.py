@@ -189,9 +189,9 @@ def _check_contract(served, examples, modes):
 
 
 def test_every_path_answers_as_the_document_says(served):
-    assert len(_check_contract(served, 1, [schemathesis.GenerationMode.POSITIVE])) == 20
+    assert len(_check_contract(served, 1, [schemathesis.GenerationMode.POSITIVE])) == 26
 
 
 @pytest.mark.soak
 def test_whatever_is_sent_to_any_path_is_answered_as_the_document_says(served):
-    assert len(_check_contract(served, 200, list(schemathesis.GenerationMode))) == 20
+    assert len(_check_contract(served, 200, list(schemathesis.GenerationMode))) == 26

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from serve.server.linear import LinearCatalog, LinearModel, one_model
-from serve.server.serving import PATIENCE, GrpcClient, rows_message, serving
+from serve.server.serving import PATIENCE, GrpcClient, refusal, rows_message, serving
 
 from monolith import __version__
 from monolith.cluster.security import Guard
@@ -30,12 +30,6 @@ def client(served):
 
 def scores(answer, output=0):
     return np.frombuffer(answer.raw_output_contents[output], np.float32).tolist()
-
-
-def refusal(call, *arguments, **options):
-    with pytest.raises(grpc.RpcError) as caught:
-        call(*arguments, **options)
-    return caught.value.code(), caught.value.details()
 
 
 def test_the_server_reports_its_name_and_its_state(client):
@@ -184,8 +178,8 @@ def with_parameter(of, name, **value):
         (with_parameter("request", "timeout", int64_param=-5), "microseconds"),
         (with_parameter("request", "priority", int64_param=10), "from 1, answered first, to 9"),
         (
-            with_parameter("input", "shared_memory_region", string_param="r"),
-            "'shared_memory_region' of the",
+            with_parameter("input", "content_type", string_param="r"),
+            "'content_type' of the",
         ),
         (with_parameter("output", "classification", int64_param=3), "'classification' of the output 'score'"),
     ],

@@ -17,7 +17,7 @@ from serve.server.serving import PATIENCE, GrpcClient, ask_http, rows_json, rows
 from monolith import __version__
 from monolith.cluster.security import Guard
 from monolith.config import Secret
-from monolith.serve.server import ServeLimits
+from monolith.serve.server import ServeLimits, http_api
 
 INFER = "/v2/models/linear/infer"
 
@@ -174,9 +174,9 @@ def one_input(**changes):
         (rows_json("a", parameters={"priority": True}), 400, "from 1, answered first, to 9"),
         (rows_json("a", parameters={"sequence_id": 7}), 400, "does not support the parameter 'sequence_id'"),
         (
-            one_input(parameters={"shared_memory_region": "r"}),
+            one_input(parameters={"content_type": "r"}),
             400,
-            "parameter 'shared_memory_region' of inputs[0]",
+            "parameter 'content_type' of inputs[0]",
         ),
         (
             rows_json("a", outputs=[{"name": "score", "parameters": {"classification": 3}}]),
@@ -484,3 +484,62 @@ def test_a_server_that_is_told_to_stop_answers_what_is_in_flight(ports):
         assert model.closed
         with pytest.raises(ConnectionRefusedError):
             get(server, "/v2/health/live")
+
+
+# On which thread a request is answered
+
+LOOP = "http"
+"""The name of the thread that reads and writes for all connections."""
+
+
+def on_the_loop(model: LinearModel) -> list[bool]:
+    return [name == LOOP for name in model.threads]
+
+
+def test_a_short_request_that_is_alone_is_answered_on_the_loop():
+    model = LinearModel(answers_here=True)
+    with serving(one_model(model)) as server:
+        for _ in range(3):
+            assert infer(server, rows_json("ann"), path="/v2/models/f/infer")[0] == 200
+    assert on_the_loop(model) == [True] * 3
+
+
+def test_a_request_that_may_wait_or_is_large_is_answered_on_another_thread():
+    waits, here = LinearModel(), LinearModel(answers_here=True)
+    with serving(one_model(waits)) as server:
+        infer(server, rows_json("ann"), path="/v2/models/f/infer")
+    with serving(one_model(here)) as server:
+        infer(server, rows_json("a" * http_api.QUICK_BYTES), path="/v2/models/f/infer")
+        packed = gzip.compress(json.dumps(rows_json("ann")).encode())
+        infer(server, packed, {"Content-Encoding": "gzip"}, path="/v2/models/f/infer")
+    assert on_the_loop(waits) + on_the_loop(here) == [False] * 3
+
+
+def test_a_request_that_is_not_alone_is_answered_on_another_thread():
+    model = LinearModel(answers_here=True)
+    with serving(one_model(model)) as server, GrpcClient(server.grpc_address) as client:
+        slow = threading.Thread(target=client.ModelInfer, args=[rows_message("slow", model="f")], daemon=True)
+        slow.start()
+        while not model.busy:
+            time.sleep(0.001)
+        answers: list[int] = []
+        quick = threading.Thread(
+            target=lambda: answers.append(infer(server, rows_json("ann"), path="/v2/models/f/infer")[0]),
+            daemon=True,
+        )
+        quick.start()
+        assert get(server, "/v2/health/live")[0] == 200  # the loop waits for neither
+        model.gate.set()
+        quick.join(PATIENCE)
+        slow.join(PATIENCE)
+    assert answers == [200]
+    assert on_the_loop(model) == [False, False]
+
+
+def test_after_a_slow_answer_requests_leave_the_loop_to_others(monkeypatch):
+    monkeypatch.setattr(http_api, "QUICK_SECONDS", -1.0)  # every answer counts as slow
+    model = LinearModel(answers_here=True)
+    with serving(one_model(model)) as server:
+        for _ in range(2):
+            infer(server, rows_json("ann"), path="/v2/models/f/infer")
+    assert on_the_loop(model) == [True, False]

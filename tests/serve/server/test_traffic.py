@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 from serve.server.linear import LinearCatalog, LinearModel
-from serve.server.serving import GrpcClient, ask_http, rows_json, rows_message, serving
+from serve.server.serving import GrpcClient, ask_http, refusal, rows_json, rows_message, serving
 
 from monolith.cluster.security import Guard
 from monolith.config import Secret
@@ -221,6 +221,40 @@ def test_only_those_with_the_control_token_change_splits(server):
         status, reply = set_split(other, "f/2")
     assert status == 403
     assert "--allow-control" in reply["error"]
+
+
+def load(targets, name="ads"):
+    request = message_types().RepositoryModelLoadRequest(model_name=name)
+    request.parameters["split"].string_param = targets
+    return request
+
+
+def test_splits_are_changed_over_grpc_by_a_load_with_targets(server):
+    with GrpcClient(server.grpc_address, tuple(TOKEN.items())) as client:
+        client.RepositoryModelLoad(load("f/2:90,f/3:10"))
+        listed = client.RepositoryIndex(message_types().RepositoryIndexRequest()).models
+        assert [(one.name, one.reason) for one in listed if one.name == "ads"] == [
+            ("ads", "split: f/2:90,f/3:10")
+        ]
+        assert {version_of(server, f"user {n}") for n in range(50)} == {"2", "3"}
+        client.RepositoryModelLoad(load(""))
+        assert server.inference.traffic.described() == {}
+
+
+def test_a_split_over_grpc_that_cannot_be_served_changes_nothing(server):
+    number = load("")
+    number.parameters["split"].int64_param = 7
+    with GrpcClient(server.grpc_address, tuple(TOKEN.items())) as client:
+        for request, code in (
+            (load("f/9"), "NOT_FOUND"),
+            (load("f/0"), "UNAVAILABLE"),
+            (load("nobody"), "INVALID_ARGUMENT"),
+            (number, "INVALID_ARGUMENT"),
+        ):
+            assert refusal(client.RepositoryModelLoad, request)[0].name == code
+    with GrpcClient(server.grpc_address, (("authorization", GUARD.for_role("predict").header),)) as client:
+        assert refusal(client.RepositoryModelLoad, load("f/2"))[0].name == "PERMISSION_DENIED"
+    assert server.inference.traffic.described() == {"ads": "f/1:50,f/3:50"}
 
 
 def test_all_processes_of_a_server_have_the_same_splits(tmp_path):

@@ -26,6 +26,7 @@ SERVE_FIELDS = {
     "grpc_port": "serve.grpc_port",
     "allowed_hosts": "serve.allowed_hosts",
     "allow_control": "serve.allow_control",
+    "shared_memory": "serve.shared_memory",
     "log_served": "serve.log.to",
     "log_fraction": "serve.log.fraction",
     "items": "serve.items",
@@ -108,6 +109,10 @@ class ServeOptions:
     certificates are required, or a page of another site could call the server (serve.allowed_hosts)."""
     allow_control: bool = False
     """Let clients that have the control token (--token-file) load and unload models (serve.allow_control)."""
+    shared_memory: str | None = None
+    """Let clients on this machine register shared memory for inputs and outputs, with the control token if
+    there is one: POSIX objects whose keys begin with this prefix, such as shop_ for /shop_in. By default none
+    (serve.shared_memory)."""
     processes: int = 1
     """The number of processes that share the ports; one that is killed is restarted."""
     checkpoint: str | None = None

@@ -10,7 +10,7 @@ import difflib
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from monolith import concurrency
@@ -300,6 +300,11 @@ class OffsetCommits:
         with self._lock:
             for one in partitions:
                 self._saved.pop(one, None)
+
+    def unconfirmed(self, partitions: Collection[Partition]) -> Offsets:
+        """Return the offsets of partitions that a checkpoint contains and the broker has not confirmed."""
+        with self._lock:
+            return {one: offset for one, offset in self._saved.items() if one in partitions}
 
     @property
     def is_unsettled(self) -> bool:

@@ -69,7 +69,9 @@ class KafkaSource(Source, WorkQueueSource):
 
     Each record counts exactly once because positions are offsets of messages *yielded*, never of messages
     fetched, and the checkpoint decides where reading resumes. Offsets committed to the broker only serve
-    dashboards and partitions that move within a group. The offsets of a partition move through these:
+    dashboards and partitions that move within a group: the next member starts with the first message that
+    the caller has not committed. Messages that were yielded since then come again. The offsets of a partition
+    move through these:
 
         _restored ──assign──► _next ──yield──► _next + 1 ──revoke or loss──► _left ──assign again──► _next
                                 └──commit(position)──► OffsetCommits
@@ -101,7 +103,9 @@ class KafkaSource(Source, WorkQueueSource):
         Args:
             on_bad: Is given each malformed message, with the offset as its place. What it raises ends the
                 iteration, and the position stays before the batch.
-            on_revoke: Is given the position of partitions that the group took away.
+            on_revoke: Is given the position of partitions that the group takes away. One that saves its state
+                and calls `commit` with this position has no message come again. If the group has taken them
+                away already, because this process was silent for too long, that commit has no effect.
             metrics: Where to show lag per partition and count messages.
             clock: Seconds that only grow.
 
@@ -304,9 +308,10 @@ class KafkaSource(Source, WorkQueueSource):
         return adopt_position(position, end)
 
     def commit(self, position: Position) -> None:
-        """Commit the offsets of a position, so that dashboards show how far the group has read.
+        """Commit the offsets of a position whose messages are done, such as one that is in a checkpoint.
 
-        Only a group in which a partition moves to another member resumes from there. So this does not wait
+        Only a group in which a partition moves to another member resumes from there; nothing but this commits
+        messages that were yielded. Dashboards show how far the group has read. So this does not wait
         for the broker: while it is away the newest offsets are retried, and training continues.
         If the broker does not take them for `outage_timeout`, or refuses them for good, reading fails.
 
@@ -464,6 +469,9 @@ class KafkaSource(Source, WorkQueueSource):
         for topic, number in partitions:  # one may have been added since the source connected
             known[topic] = max(known[topic], number + 1)
         begin = self._begin(partitions)
+        # An older committed offset would mislead the next owner, and so would a newer one: messages of a
+        # partition that comes back were yielded here, and are committed when the caller says so.
+        told = {one: offset for one, offset in begin.items() if one not in self._left}
         self._next.update(begin)
         for partition in begin:
             self._restored.pop(partition, None)
@@ -474,9 +482,8 @@ class KafkaSource(Source, WorkQueueSource):
             consumer.incremental_assign(places)
         else:
             consumer.assign(places)
-        if self.config.assignment is None and begin:
-            # An older committed offset would mislead the next owner.
-            self._commits.send_and_wait(self._client, consumer, begin)
+        if self.config.assignment is None and told:
+            self._commits.send_and_wait(self._client, consumer, told)
 
     def _begin(self, partitions: Sequence[Partition]) -> Offsets:
         """Return the offset to start from, for each partition."""
@@ -677,11 +684,17 @@ class KafkaSource(Source, WorkQueueSource):
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         if consumer is not self._client.consumer:
             return
-        # Commit before the callback returns: the group gives the partitions to their next owner only then.
-        left = self._leave(partitions)
-        if left and not self._closed:
-            self._commits.send_and_wait(self._client, consumer, left)
-        self._notify_revoked(left)
+        # While they are still assigned: the hook may save what it has and commit these offsets.
+        mine = {_partition_of(one) for one in partitions}
+        if not self._closed:
+            self._notify_revoked({one: offset for one, offset in self._next.items() if one in mine})
+        # Only what the caller has committed: messages that were yielded since are in no checkpoint, and would
+        # be lost with this process. The next owner yields them again. Before the callback returns, because
+        # the group gives the partitions to their next owner then.
+        done = self._commits.unconfirmed(mine)
+        self._leave(partitions)
+        if done and not self._closed:
+            self._commits.send_and_wait(self._client, consumer, done)
 
     def _on_lost(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Note partitions that another member has already, without knowing how far this one had read."""
@@ -698,11 +711,7 @@ class KafkaSource(Source, WorkQueueSource):
         """Drop partitions, with messages that were fetched and not yielded; return their next offsets."""
         if self._closed:
             return {}  # the position of a closed source can still be asked for
-        left = {
-            (one.topic, one.partition): self._next.pop((one.topic, one.partition))
-            for one in partitions
-            if (one.topic, one.partition) in self._next
-        }
+        left = {one: self._next.pop(one) for one in map(_partition_of, partitions) if one in self._next}
         self._disturbed |= left.keys()
         self._commits.forget(list(left))
         self._left.update(left)
@@ -776,6 +785,10 @@ class KafkaSource(Source, WorkQueueSource):
 def _partition(message: Message) -> Partition:
     """Return the partition of a message. Only an error may have none."""
     return message.topic() or "", message.partition() or 0
+
+
+def _partition_of(place: TopicPartition) -> Partition:
+    return place.topic, place.partition
 
 
 def _place(message: Message) -> str:

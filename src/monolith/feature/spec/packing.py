@@ -131,13 +131,17 @@ class Packer:
             return None
         return native.RequestPlan(inputs, ids, [place for place, _ in floats])
 
-    def unpacked(self, packed: native.PackedRows) -> tuple[PackedIds, dict[str, Tensor]]:
-        """Return the ids and numbers that such a plan has packed; numbers are not scaled."""
-        rows = packed.rows
-        numbers = torch.from_numpy(packed.floats).view(len(self._floats), rows, 1).unbind(0)
-        ids, splits = torch.from_numpy(packed.ids), torch.from_numpy(packed.splits)
-        found = PackedIds(self._names, ids, splits, (rows,) * len(self._names))
-        return found, dict(zip(self._floats, numbers, strict=True))
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The ID features, in the order in which they are packed."""
+        return self._names
+
+    def numbers(self, packed: native.PackedRows) -> dict[str, Tensor]:
+        """Return the float features that such a plan has packed; they are not scaled."""
+        if not self._floats:
+            return {}
+        numbers = torch.from_numpy(packed.floats).view(len(self._floats), packed.rows, 1).unbind(0)
+        return dict(zip(self._floats, numbers, strict=True))
 
     def ids(self, records: RawColumns) -> PackedIds | None:
         """Return the ids of all plain features; None if something is odd."""

@@ -28,6 +28,7 @@ from monolith import native
 from monolith.errors import DataError
 from monolith.feature.batches import Batch, FeatureIds
 from monolith.feature.fids import SIGNATURE_BITS, make_fid
+from monolith.feature.gathering import PackedBatch, PackedFeatures
 from monolith.feature.spec.kinds import (
     BucketFeature,
     CrossFeature,
@@ -198,15 +199,24 @@ class RawReader:
         """Return how the core packs requests; see `Packer.request_plan`."""
         return self._packer.request_plan(inputs)
 
-    def batch_of(self, rows: native.PackedRows) -> Batch:
+    def packed_batch(self, rows: native.PackedRows) -> PackedBatch:
         """Return the batch of rows that a request plan of this reader has packed."""
-        return self._packed_batch(*self._packer.unpacked(rows), rows.rows)
+        return PackedBatch(
+            PackedFeatures(self._packer.names, rows), self._all_scaled(self._packer.numbers(rows))
+        )
+
+    def batch_of(self, rows: native.PackedRows) -> Batch:
+        """Return the same with tensors of IDs."""
+        packed = self.packed_batch(rows)
+        return Batch(packed.ids.ids(), packed.floats, group=self._spec.group)
 
     def _packed_batch(self, packed: PackedIds, floats: Mapping[str, Tensor], size: int) -> Batch:
-        features = self._spec.features
-        scaled = {name: _scaled(features[name], one) for name, one in floats.items()}  # type: ignore[arg-type]
         ids = FeatureIds(packed.names, packed.ids, packed.splits, size)
-        return Batch(ids, scaled, group=self._spec.group)
+        return Batch(ids, self._all_scaled(floats), group=self._spec.group)
+
+    def _all_scaled(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        features = self._spec.features
+        return {name: _scaled(features[name], one) for name, one in floats.items()}  # type: ignore[arg-type]
 
     def read(self, records: RawColumns) -> Reading:
         """Return what comes of some records, bad ones named; a column that is not there reads as empty.

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from monolith import concurrency
 from monolith.errors import (
@@ -484,4 +485,7 @@ _COPIED = (DeadlineExceededError, OverloadedError)
 
 def plain_outputs(answer: Prediction) -> dict[str, NDArray[Any]]:
     """Return the outputs of a model as arrays."""
-    return {name: np.asarray(values) for name, values in answer.outputs.items()}
+    return {
+        name: values.numpy() if isinstance(values, Tensor) else np.asarray(values)
+        for name, values in answer.outputs.items()
+    }

@@ -6,7 +6,8 @@ core, Python's loop for gRPC took a quarter more time for a request (docs/decisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from monolith.concurrency import ThreadPoolExecutor
 from monolith.errors import (
     ForbiddenError,
     MissingExtraError,
+    MonolithError,
     RequestError,
     RequestTooLargeError,
     UnavailableError,
@@ -26,13 +28,14 @@ from monolith.errors import (
 from monolith.serve.item_index import TopK
 from monolith.serve.server.batching import JSON_COST, Quotas
 from monolith.serve.server.inference import (
-    EXTENSIONS,
     GRPC_STATUS,
     INTERNAL,
     NO_CONTROL,
     NO_CONTROL_TOKEN,
+    NO_REGION_TOKEN,
     PLATFORM,
     SERVER_NAME,
+    SPLIT,
     TIMEOUT,
     UNLOAD_PARAMETERS,
     VERSION,
@@ -50,6 +53,13 @@ from monolith.serve.server.inference import (
     read_version,
 )
 from monolith.serve.server.processes import ServerProcesses
+from monolith.serve.server.shared_memory import (
+    NO_CUDA,
+    PARAMETERS,
+    RegionSlice,
+    RegionStatus,
+    SharedInputs,
+)
 from monolith.serve.server.spans import TRACE_HEADERS
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
@@ -158,7 +168,7 @@ class GrpcPort:
         """Answer a request. The usual one is read by the core; any other is decoded by protobuf."""
         usual = native.read_grpc_request(data)
         if usual is not None and (not usual.typed or len(data) <= self._most_typed):
-            outputs = [name for name, _ in usual.outputs]
+            outputs: _Outputs = [(name, None) for name, _ in usual.outputs]
             return self._infer_inputs((usual.model, usual.version, usual.id), outputs, usual, data, context)
         if len(data) > _MOST_DESCRIBED and not _has_few_fields(data):
             many = RequestTooLargeError(f"the message has more than {_MOST_FIELDS} inputs and outputs")
@@ -175,7 +185,7 @@ class GrpcPort:
             return self._infer_whole(data, context)
         kind = self._types.ModelInferRequest.InferRequestedOutputTensor
         try:
-            outputs = _outputs(kind.FromString(one) for one in packed.outputs)
+            outputs = self._outputs(kind.FromString(one) for one in packed.outputs)
         except Exception as error:
             self._abort(context, error)
         target = (packed.model_name, packed.model_version, packed.id)
@@ -184,7 +194,7 @@ class GrpcPort:
     def _infer_inputs(
         self,
         target: tuple[str, str, str],
-        outputs: Sequence[str],
+        outputs: _Outputs,
         usual: native.WireRequest | None,
         data: bytes,
         context: Any,
@@ -195,15 +205,15 @@ class GrpcPort:
             target: The model, its version, and the ID of the request.
             usual: The request as the core has read it; None if it is unusual.
         """
-        kind = self._types.ModelInferRequest
         model, version, request_id = target
         try:
             asked = InferRequest(
                 model=model,
                 version=version,
                 id=request_id,
-                tensors=PackedInputs(usual, lambda: _tensors(kind.FromString(data))),
-                outputs=outputs,
+                tensors=PackedInputs(usual, lambda: self._sent_tensors(data)),
+                outputs=[name for name, _ in outputs],
+                shared_outputs=_shared(outputs),
                 timeout=context.time_remaining(),
                 transport="grpc",
                 trace=self._trace(context),
@@ -212,6 +222,12 @@ class GrpcPort:
         except Exception as error:
             self._abort(context, error)
         return answered
+
+    def _sent_tensors(self, data: bytes) -> list[WireTensor]:
+        """Return the inputs of a request that has as many raw contents: none can be in shared memory."""
+        with self._quotas.admit("") as reservation:
+            shared = SharedInputs(self._inference.shared_memory, reservation)
+            return _tensors(self._types.ModelInferRequest.FromString(data), shared)
 
     def _handlers(self) -> Any:
         methods = service_methods()
@@ -371,7 +387,7 @@ class GrpcPort:
 
     def _server_metadata(self, request: Any, context: Any) -> Any:  # noqa: ARG002
         return self._types.ServerMetadataResponse(
-            name=SERVER_NAME, version=__version__, extensions=EXTENSIONS
+            name=SERVER_NAME, version=__version__, extensions=self._inference.extensions
         )
 
     def _model_metadata(self, request: Any, context: Any) -> Any:  # noqa: ARG002
@@ -402,9 +418,16 @@ class GrpcPort:
 
     def _repository_model_load(self, request: Any, context: Any) -> Any:
         self._check_control(context)
-        check_parameters("a load", request.parameters, ())
-        self._inference.repository.load(request.model_name)
-        self._peers.tell("load", request.model_name)
+        check_parameters("a load", request.parameters, (SPLIT,))
+        if SPLIT in request.parameters:
+            targets = _parameter(request.parameters, SPLIT, "")
+            if not isinstance(targets, str):
+                raise RequestError(f"the parameter {SPLIT!r} must be a text, MODEL[/VERSION][:WEIGHT],...")
+            self._inference.set_split(request.model_name, targets)
+            self._peers.set_split(request.model_name, targets)
+        else:
+            self._inference.repository.load(request.model_name)
+            self._peers.tell("load", request.model_name)
         return self._types.RepositoryModelLoadResponse()
 
     def _repository_model_unload(self, request: Any, context: Any) -> Any:
@@ -418,11 +441,52 @@ class GrpcPort:
     def _check_control(self, context: Any) -> None:
         if not self._inference.config.allow_control:
             raise ForbiddenError(NO_CONTROL)
-        sent = [value for key, value in context.invocation_metadata() if key == HEADER]
-        if len(sent) != 1 or not self._control.admits(sent[0]):
+        if not self._has_control(context):
             raise ForbiddenError(NO_CONTROL_TOKEN)
 
+    def _has_control(self, context: Any) -> bool:
+        sent = [value for key, value in context.invocation_metadata() if key == HEADER]
+        return len(sent) <= 1 and self._control.admits(sent[0] if sent else "")
+
+    def _system_shared_memory_status(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        answer = self._types.SystemSharedMemoryStatusResponse()
+        for one in self._inference.shared_memory.status(request.name):
+            region = answer.regions[one.name]
+            region.name, region.key = one.name, one.key
+            region.offset, region.byte_size = one.offset, one.byte_size
+        return answer
+
+    def _system_shared_memory_register(self, request: Any, context: Any) -> Any:
+        if not self._has_control(context):
+            raise ForbiddenError(NO_REGION_TOKEN)
+        one = RegionStatus(request.name, request.key, request.offset, request.byte_size)
+        self._inference.shared_memory.register(one)
+        self._peers.tell_regions("register", one.name, asdict(one))
+        return self._types.SystemSharedMemoryRegisterResponse()
+
+    def _system_shared_memory_unregister(self, request: Any, context: Any) -> Any:
+        if not self._has_control(context):
+            raise ForbiddenError(NO_REGION_TOKEN)
+        self._inference.shared_memory.unregister(request.name)
+        self._peers.tell_regions("unregister", request.name)
+        return self._types.SystemSharedMemoryUnregisterResponse()
+
+    def _cuda_shared_memory_status(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        return self._types.CudaSharedMemoryStatusResponse()
+
+    def _cuda_shared_memory_register(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        raise RequestError(NO_CUDA)
+
+    def _cuda_shared_memory_unregister(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        # Clients unregister what they may have left there before they begin, of both kinds.
+        return self._types.CudaSharedMemoryUnregisterResponse()
+
     def _model_infer(self, request: Any, context: Any) -> Any:
+        with self._quotas.admit("") as reservation:
+            shared = SharedInputs(self._inference.shared_memory, reservation)
+            return self._reply(self._inference.infer(self._read(request, context, shared)))
+
+    def _read(self, request: Any, context: Any, shared: SharedInputs) -> InferRequest:
         try:
             topk = None
             if TOP_K in request.parameters:
@@ -430,12 +494,14 @@ class GrpcPort:
                 topk = TopK(k, read_filter(_parameter(request.parameters, FILTER, "{}")))
             known = (TIMEOUT, PRIORITY, SPLIT_KEY, TOP_K, *(() if topk is None else (FILTER,)))
             check_parameters("a request", request.parameters, known)
-            asked = InferRequest(
+            outputs = self._outputs(request.outputs)
+            return InferRequest(
                 model=request.model_name,
                 version=request.model_version,
                 id=request.id,
-                tensors=_tensors(request),
-                outputs=_outputs(request.outputs),
+                tensors=_tensors(request, shared),
+                outputs=[name for name, _ in outputs],
+                shared_outputs=_shared(outputs),
                 timeout=_timeout(request, context.time_remaining()),
                 priority=read_priority(_parameter(request.parameters, PRIORITY, 0)),
                 split_key=read_split_key(_parameter(request.parameters, SPLIT_KEY, "")),
@@ -443,10 +509,9 @@ class GrpcPort:
                 trace=self._trace(context),
                 topk=topk,
             )
-        except RequestError as error:
+        except MonolithError as error:
             self._inference.refuse("grpc", error, request.model_name, request.id)
             raise
-        return self._reply(self._inference.infer(asked))
 
     def _trace(self, context: Any) -> dict[str, str] | None:
         if not self._inference.records_spans:
@@ -459,9 +524,22 @@ class GrpcPort:
         for key, value in reply.parameters.items():
             _set(message.parameters[key], value)
         for tensor in reply.outputs:
-            message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-            message.raw_output_contents.append(raw_bytes(tensor.values))
+            output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+            # One for each output, as clients find them by their place.
+            is_sent = tensor.name not in reply.shared
+            message.raw_output_contents.append(raw_bytes(tensor.values) if is_sent else b"")
+            for key, value in reply.shared.get(tensor.name, {}).items():
+                _set(output.parameters[key], value)
         return message
+
+    def _outputs(self, outputs: Iterable[Any]) -> _Outputs:
+        found: _Outputs = []
+        for one in outputs:
+            what, parameters = f"the output {one.name[:80]!r}", _plain(one.parameters)
+            place = self._inference.shared_memory.slice_of(what, parameters)
+            check_parameters(what, parameters, () if place is None else PARAMETERS)
+            found.append((one.name, place))
+        return found
 
 
 def _has_few_fields(data: bytes) -> bool:
@@ -507,31 +585,38 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         shift += 7
 
 
-def _tensors(request: Any) -> list[WireTensor]:
-    """Return the inputs of a request, raw or typed."""
-    inputs = request.inputs
-    raws = request.raw_input_contents
-    for one in inputs:
-        check_parameters(f"the input {one.name[:80]!r}", one.parameters, ())
-    if raws:
-        if len(raws) != len(inputs):
-            raise RequestError(
-                f"the request has {len(inputs)} inputs and {len(raws)} raw contents; it needs one for each, "
-                "or none"
-            )
-        return [
-            raw_tensor(one.name, one.datatype, one.shape, raw) for one, raw in zip(inputs, raws, strict=True)
-        ]
-    return [_typed_tensor(one) for one in inputs]
+_Outputs = list[tuple[str, RegionSlice | None]]
+"""The outputs that a request asks for, and where those are written that are not sent."""
 
 
-def _outputs(outputs: Iterable[Any]) -> list[str]:
-    """Return the names of the outputs that a request asks for."""
-    names = []
-    for one in outputs:
-        check_parameters(f"the output {one.name[:80]!r}", one.parameters, ())
-        names.append(one.name)
-    return names
+def _shared(outputs: _Outputs) -> dict[str, RegionSlice]:
+    return {name: place for name, place in outputs if place is not None}
+
+
+def _tensors(request: Any, shared: SharedInputs) -> list[WireTensor]:
+    """Return the inputs of a request: raw, typed or in shared memory."""
+    copies: list[bytes | None] = []
+    for one in request.inputs:
+        what, parameters = f"the input {one.name[:80]!r}", _plain(one.parameters)
+        copies.append(shared.read(what, parameters) if parameters else None)
+        check_parameters(what, parameters, () if copies[-1] is None else PARAMETERS)
+        if copies[-1] is not None and one.HasField("contents"):
+            raise RequestError(f"{what} has contents and is in shared memory; it needs one of both")
+    raws, sent = request.raw_input_contents, copies.count(None)
+    if raws and len(raws) != sent:
+        where = " outside of shared memory" if sent < len(copies) else ""
+        raise RequestError(
+            f"the request has {sent} inputs{where} and {len(raws)} raw contents; it needs one for each, or "
+            "none"
+        )
+    contents = iter(raws)
+    found: list[WireTensor] = []
+    for one, copy in zip(request.inputs, copies, strict=True):
+        data = next(contents) if copy is None and raws else copy
+        found.append(
+            _typed_tensor(one) if data is None else raw_tensor(one.name, one.datatype, one.shape, data)
+        )
+    return found
 
 
 def _typed_tensor(one: Any) -> WireTensor:
@@ -565,6 +650,10 @@ def _parameter(parameters: Any, name: str, default: object) -> object:
     value = parameters[name]
     chosen = value.WhichOneof("parameter_choice")
     return default if chosen is None else getattr(value, chosen)
+
+
+def _plain(parameters: Any) -> dict[str, object]:
+    return {name: _parameter(parameters, name, None) for name in parameters}
 
 
 def _set(parameter: Any, value: Parameter) -> None:

@@ -2,7 +2,8 @@
 
 `http_loop` reads and writes for all connections. Work that would block it, such as decoding, waiting for the
 model and encoding, is done on other threads. Bodies are read here, within bytes and time. Health probes are
-answered on the loop: they wait for no thread and count in no quota.
+answered on the loop: they wait for no thread and count in no quota. So is a short request that is alone: the
+way to another thread and back would take a third of its time (docs/decisions/0077).
 
 The Open Inference Protocol over HTTP: from a whole request to a whole answer, on any thread.
 
@@ -15,7 +16,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -38,11 +39,11 @@ from monolith.serve.server.batching import Quotas, Reservation
 from monolith.serve.server.http_bodies import JsonReader, packed, read_infer, unpacked, write_infer
 from monolith.serve.server.http_loop import HttpLoop, KnownHosts, Message, Receive, Send
 from monolith.serve.server.inference import (
-    EXTENSIONS,
     HTTP_STATUS,
     INTERNAL,
     NO_CONTROL,
     NO_CONTROL_TOKEN,
+    NO_REGION_TOKEN,
     PLATFORM,
     SERVER_NAME,
     UNLOAD_PARAMETERS,
@@ -53,6 +54,7 @@ from monolith.serve.server.inference import (
     read_version,
 )
 from monolith.serve.server.processes import PEER_HEADER, ServerProcesses
+from monolith.serve.server.shared_memory import NO_CUDA, RegionStatus
 from monolith.wire.open_inference import JSON_LENGTH
 
 
@@ -112,6 +114,8 @@ class _App:
         self._patience = limits.read_timeout.total_seconds()
         self._concurrency = limits.concurrency
         self._reading = 0
+        self._quick_from = 0.0
+        """When requests may be answered on the loop again, by its clock."""
         self._threads = threads
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -155,7 +159,26 @@ class _App:
             return  # the caller is gone
         request.body = body
         loop = asyncio.get_running_loop()
+        if self._may_be_quick(request, loop.time()):
+            await asyncio.sleep(0)  # what else has arrived by now is counted then
+            if self._reading == 1 and self._api.is_idle:
+                begun = loop.time()
+                reply = self._api.answer(request)
+                if loop.time() - begun > QUICK_SECONDS:
+                    self._quick_from = loop.time() + REST_SECONDS
+                await _write(send, reply)
+                return
         await _write(send, await loop.run_in_executor(self._threads, self._api.answer, request))
+
+    def _may_be_quick(self, request: HttpRequest, now: float) -> bool:
+        """Whether a request may be answered on the loop, if it is alone: a short one that asks a model."""
+        return (
+            self._reading == 1
+            and len(request.body) <= QUICK_BYTES
+            and now >= self._quick_from
+            and request.path.endswith("/infer")
+            and "content-encoding" not in request.headers
+        )
 
     async def _body(self, request: HttpRequest, receive: Receive) -> bytes | None:
         most = self._api.most_bytes(request.headers)
@@ -206,6 +229,11 @@ PROBES = ("/v2/health/live", "/v2/health/ready")
 """Answered for every client, whatever quota is used up: a probe has no token, and they say nothing
 else."""
 _RETRY = {"retry-after": "1"}
+QUICK_BYTES = 64 << 10
+QUICK_SECONDS = 0.01
+REST_SECONDS = 1.0
+"""The largest body that is answered on the loop, and if that took longer than `QUICK_SECONDS`, for how long
+no other is: a large model must not keep probes waiting again and again."""
 
 
 @dataclass(slots=True)
@@ -252,6 +280,11 @@ class HttpApi:
         self._json = JsonReader(limits)
         self._most = limits.request_bytes
         self._most_json = min(limits.json_bytes, limits.request_bytes)
+
+    @property
+    def is_idle(self) -> bool:
+        """See `Inference.is_idle`."""
+        return self._inference.is_idle
 
     def refused(self, method: str, headers: Mapping[str, str]) -> HttpReply | None:
         """Return the answer to a caller that is not admitted, before its body is read; None for others."""
@@ -334,6 +367,16 @@ class HttpApi:
                 return {"POST": lambda: self._split(name, request)}
             case ["v2", "repository", "models", name, "load" | "unload" as verb]:
                 return {"POST": lambda: self._change(name, verb, request)}
+            case ["v2", "systemsharedmemory" | "cudasharedmemory" as kind, "status" | "unregister" as verb]:
+                return self._regions(kind, "", verb, request)
+            case [
+                "v2",
+                "systemsharedmemory" | "cudasharedmemory" as kind,
+                "region",
+                name,
+                "status" | "register" | "unregister" as verb,
+            ]:
+                return self._regions(kind, name, verb, request)
             case ["v2", "models", "stats"]:
                 return {"GET": lambda: self._statistics("", "")}
             case ["v2", "models", name, "versions", version, *rest]:
@@ -358,12 +401,23 @@ class HttpApi:
                 return {"GET": lambda: self._statistics(name, version)}
         return None
 
+    def _regions(
+        self, kind: str, name: str, verb: str, request: HttpRequest
+    ) -> Mapping[str, Callable[[], HttpReply]]:
+        if kind == "cudasharedmemory":
+            return {"GET": lambda: _json([])} if verb == "status" else {"POST": lambda: _no_cuda(verb)}
+        if verb == "status":
+            return {"GET": lambda: self._region_status(name)}
+        return {"POST": lambda: self._change_regions(name, verb, request)}
+
     def _metrics(self, request: HttpRequest) -> HttpReply:
         own = self._inference.render_metrics()
         return HttpReply(200, own if PEER_HEADER in request.headers else self._peers.metrics(own), METRICS)
 
     def _about(self) -> HttpReply:
-        return _json({"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)})
+        return _json(
+            {"name": SERVER_NAME, "version": __version__, "extensions": list(self._inference.extensions)}
+        )
 
     def _metadata(self, name: str, version: str) -> HttpReply:
         signature, versions, _ = self._inference.describe(name, version)
@@ -409,7 +463,7 @@ class HttpApi:
             )
         self._inference.set_split(name, targets)
         if PEER_HEADER not in request.headers:
-            self._peers.set_split(name, request.body)
+            self._peers.set_split(name, targets)
         return _json(self._inference.traffic.described())
 
     def _change(self, name: str, verb: str, request: HttpRequest) -> HttpReply:
@@ -428,6 +482,24 @@ class HttpApi:
             self._peers.tell(verb, name, {VERSION: parameters[VERSION]} if VERSION in parameters else None)
         return _json({})
 
+    def _region_status(self, name: str) -> HttpReply:
+        return _json([asdict(one) for one in self._inference.shared_memory.status(name)])
+
+    def _change_regions(self, name: str, verb: str, request: HttpRequest) -> HttpReply:
+        """Register a region, or unregister one or, without a name, all."""
+        if not self._control.admits(request.headers.get("authorization", "")):
+            raise ForbiddenError(NO_REGION_TOKEN)
+        said: Mapping[str, Any] | None = None
+        if verb == "register":
+            one = RegionStatus.read(name, self._json_body(request))
+            self._inference.shared_memory.register(one)
+            said = asdict(one)
+        else:
+            self._inference.shared_memory.unregister(name)
+        if PEER_HEADER not in request.headers:
+            self._peers.tell_regions(verb, name, said)
+        return _json({})
+
     def _infer(self, name: str, version: str, request: HttpRequest, *, topk: bool = False) -> HttpReply:
         try:
             asked, binary = read_infer(
@@ -436,6 +508,7 @@ class HttpApi:
                 request.headers,
                 self._json,
                 request.reservation,
+                self._inference.shared_memory,
                 topk=topk,
             )
         except MonolithError as error:
@@ -462,6 +535,13 @@ class HttpApi:
 def _readiness(ready: bool, name: str | None = None) -> HttpReply:
     said: dict[str, Any] = {"ready": ready} if name is None else {"name": name, "ready": ready}
     return _json(said, 200 if ready else 503)
+
+
+def _no_cuda(verb: str) -> HttpReply:
+    """Refuse to register; a client that unregisters what it may have left there need not care."""
+    if verb == "register":
+        raise RequestError(NO_CUDA)
+    return _json({})
 
 
 def _tensor(one: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from monolith.serve.server.inference import (
     read_split_key,
     read_timeout,
 )
+from monolith.serve.server.shared_memory import PARAMETERS, RegionSlice, SharedInputs, SharedMemoryRegions
 from monolith.serve.server.spans import TRACE_HEADERS
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
@@ -179,6 +180,7 @@ def read_infer(
     headers: Mapping[str, str],
     reader: JsonReader,
     reservation: Reservation,
+    regions: SharedMemoryRegions,
     *,
     topk: bool = False,
 ) -> tuple[InferRequest, BinaryOutputs]:
@@ -189,6 +191,7 @@ def read_infer(
     Args:
         target: The model, and its version.
         reservation: Counts the memory that it takes.
+        regions: Where inputs and outputs are that are not sent.
         topk: Whether it asks for the best items.
 
     Raises:
@@ -205,13 +208,14 @@ def read_infer(
         head, rest = view[:length], view[length:]
     text = reader.admit(head, reservation)
     model, version = target
+    shared = SharedInputs(regions, reservation)
     usual = None if topk else native.read_http_request(body, len(head))
     if usual is not None:
         request = InferRequest(
             model=model,
             version=version,
             id=usual.id,
-            tensors=PackedInputs(usual, lambda: list(_inputs(reader.parse(text), rest))),
+            tensors=PackedInputs(usual, lambda: list(_inputs(reader.parse(text), rest, shared))),
             outputs=[name for name, _ in usual.outputs],
             timeout=_timeout(headers, {}),
             split_key=read_split_key(headers.get(SPLIT_KEY_HEADER, "")),
@@ -226,13 +230,14 @@ def read_infer(
     parameters = _object(message, "parameters")
     known = (TIMEOUT, PRIORITY, SPLIT_KEY, BINARY_OUTPUT, *((TOP_K, FILTER) if topk else ()))
     check_parameters("a request", parameters, known)
-    wanted = _outputs(message)
+    wanted = _outputs(message, regions)
     request = InferRequest(
         model=model,
         version=version,
         id=_string(message, "id", ""),
-        tensors=list(_inputs(message, rest)),
-        outputs=[name for name, _ in wanted],
+        tensors=list(_inputs(message, rest, shared)),
+        outputs=[name for name, _, _ in wanted],
+        shared_outputs={name: place for name, _, place in wanted if place is not None},
         timeout=_timeout(headers, parameters),
         priority=read_priority(parameters.get(PRIORITY, 0)),
         split_key=read_split_key(parameters.get(SPLIT_KEY, headers.get(SPLIT_KEY_HEADER, ""))),
@@ -241,7 +246,8 @@ def read_infer(
         topk=TopK(parameters.get(TOP_K, 10), read_filter(parameters.get(FILTER, {}))) if topk else None,
     )
     return request, BinaryOutputs(
-        _flag(parameters, BINARY_OUTPUT), {name: given[BINARY] for name, given in wanted if BINARY in given}
+        _flag(parameters, BINARY_OUTPUT),
+        {name: given[BINARY] for name, given, _ in wanted if BINARY in given},
     )
 
 
@@ -269,7 +275,9 @@ def write_infer(reply: InferReply, binary: BinaryOutputs) -> tuple[bytes, int | 
             "datatype": tensor.datatype,
             "shape": list(tensor.shape),
         }
-        if binary.has(tensor.name):
+        if tensor.name in reply.shared:
+            line["parameters"] = reply.shared[tensor.name]
+        elif binary.has(tensor.name):
             raws.append(raw_bytes(tensor.values))
             line["parameters"] = {BINARY_SIZE: len(raws[-1])}
         else:
@@ -293,7 +301,7 @@ def _plain(tensor: WireTensor) -> list[Any]:
     return [None if isinstance(one, float) and not math.isfinite(one) else one for one in values]
 
 
-def _inputs(message: Mapping[str, Any], rest: memoryview) -> Iterator[WireTensor]:
+def _inputs(message: Mapping[str, Any], rest: memoryview, shared: SharedInputs) -> Iterator[WireTensor]:
     inputs = message.get("inputs")
     if not isinstance(inputs, list):
         raise RequestError("the body must have `inputs`, a list")
@@ -304,6 +312,12 @@ def _inputs(message: Mapping[str, Any], rest: memoryview) -> Iterator[WireTensor
             raise RequestError(f"{where} must be an object")
         name, datatype, shape = _string(one, "name"), _string(one, "datatype"), _shape(one, where)
         parameters = _object(one, "parameters")
+        if (data := shared.read(where, parameters)) is not None:
+            check_parameters(where, parameters, PARAMETERS)
+            if "data" in one:
+                raise RequestError(f"{where} has `data` and is in shared memory; it needs one of both")
+            yield raw_tensor(name, datatype, shape, data)
+            continue
         check_parameters(where, parameters, (BINARY_SIZE,))
         size = parameters.get(BINARY_SIZE)
         if size is None:
@@ -322,15 +336,22 @@ def _inputs(message: Mapping[str, Any], rest: memoryview) -> Iterator[WireTensor
         raise RequestError(f"{len(rest) - at} bytes are left after the inputs")
 
 
-def _outputs(message: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def _outputs(
+    message: Mapping[str, Any], regions: SharedMemoryRegions
+) -> list[tuple[str, Mapping[str, Any], RegionSlice | None]]:
+    """Return the name of each output that is asked for, its parameters, and where it is not to be sent."""
     outputs = message.get("outputs")
     if outputs is None:
         return []
     if not isinstance(outputs, list) or not all(isinstance(one, dict) for one in outputs):
         raise RequestError("`outputs` must be a list of objects")
-    found = [(_string(one, "name"), _object(one, "parameters")) for one in outputs]
-    for name, parameters in found:
-        check_parameters(f"the output {name[:80]!r}", parameters, (BINARY,))
+    found = []
+    for one in outputs:
+        name, parameters = _string(one, "name"), _object(one, "parameters")
+        what = f"the output {name[:80]!r}"
+        place = regions.slice_of(what, parameters)
+        check_parameters(what, parameters, (BINARY,) if place is None else (BINARY, *PARAMETERS))
+        found.append((name, parameters, place))
     return found
 
 

@@ -52,8 +52,9 @@ from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelOutputs, Reque
 from monolith.serve.server.canary import Canary
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
+from monolith.serve.server.shared_memory import EXTENSION, RegionSlice, SharedMemoryRegions
 from monolith.serve.server.spans import RequestSpans
-from monolith.serve.server.tensors import RequestColumns, WireTensor, columns_of, output_tensor
+from monolith.serve.server.tensors import RequestColumns, WireTensor, columns_of, output_tensor, raw_bytes
 from monolith.serve.server.traffic import TrafficRoutes
 from monolith.wire.open_inference import (
     BINARY_EXTENSION,
@@ -91,6 +92,8 @@ class InferRequest:
     tensors: Sequence[WireTensor] | PackedInputs
     outputs: Sequence[str] = ()
     """Names of the outputs to return; empty returns all."""
+    shared_outputs: Mapping[str, RegionSlice] = field(default_factory=dict)
+    """Where outputs are written that are not sent, by name."""
     timeout: float | None = None
     """Seconds that the client waits; None if it did not say."""
     priority: int = DEFAULT_PRIORITY
@@ -113,19 +116,26 @@ class InferReply:
     id: str
     outputs: list[WireTensor]
     parameters: dict[str, Parameter] = field(default_factory=dict)
+    shared: dict[str, dict[str, Parameter]] = field(default_factory=dict)
+    """Parameters of the outputs that were written to shared memory, by name; their values are not sent."""
 
 
 SERVER_NAME = "monolith"
 PLATFORM = "pytorch_monolith"
-EXTENSIONS = (BINARY_EXTENSION, "model_repository", "statistics")
+_EXTENSIONS = (BINARY_EXTENSION, "model_repository", "statistics")
 TIMEOUT = "timeout"
 """A parameter of a request, as Triton has it: microseconds."""
 _LOWEST_PRIORITY = 9
 VERSION = "version"
 UNLOAD_PARAMETERS = ("unload_dependents", VERSION)
 """The first is sent by Triton's clients with every unload; no model here depends on another."""
-NO_CONTROL = "this server does not load or unload models on request; start it with --allow-control"
-NO_CONTROL_TOKEN = "loading or unloading a model needs the control token, not the predict token"
+SPLIT = "split"
+"""A parameter of a load over gRPC, whose protocol has no call for splits: the new targets of the name."""
+NO_CONTROL = (
+    "this server does not load or unload models, or change splits, on request; start it with --allow-control"
+)
+NO_CONTROL_TOKEN = "loading or unloading a model, or a change of a split, needs the control token"
+NO_REGION_TOKEN = "registering shared memory needs the control token, not the predict token"
 INTERNAL = "the server failed to answer this request; its log says why"
 
 GRPC_STATUS: Mapping[str, str] = {
@@ -273,6 +283,7 @@ class Inference:
         self.repository = Repository(
             folders, catalog, self._batcher, attach=attach, pinned=self.traffic.pinned(), clock=clock
         )
+        self.shared_memory = SharedMemoryRegions(config.shared_memory, config.limits.request_bytes)
         self.indexes: weakref.WeakKeyDictionary[Predictor, ItemIndex] = weakref.WeakKeyDictionary()
         """The searched items of loaded retrieval models."""
         self.no_index: dict[str, str] = {}
@@ -292,9 +303,20 @@ class Inference:
         }
 
     @property
+    def extensions(self) -> tuple[str, ...]:
+        """The extensions of the protocol that this server has."""
+        return (*_EXTENSIONS, EXTENSION) if self.shared_memory.is_on else _EXTENSIONS
+
+    @property
     def is_ready(self) -> bool:
         """Whether every wanted model has a version that can answer, and the server is not draining."""
         return not self._draining and self.repository.all_ready
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a request would be answered at once: none is in flight, and no model waits for another
+        process."""
+        return self._in_flight == 0 and self.repository.answers_here
 
     def infer(self, request: InferRequest) -> InferReply:
         """Answer a request.
@@ -472,11 +494,13 @@ class Inference:
                 try:
                     if request.topk is not None:
                         answer, users = self._search(request, request.topk, name, loaded, deadline)
+                        _share_outputs(request, answer)
                         loaded.statistics.answered(users, self._clock() - begun)
                         return answer, users
                     columns = self._columns(request, loaded)
                     found = loaded.batcher.run(columns, deadline, request.priority)
                     reply = _reply(request, name, loaded, found)
+                    _share_outputs(request, reply)
                 except Exception:
                     loaded.statistics.failed(self._clock() - begun)
                     raise
@@ -720,6 +744,22 @@ def _reply(
         outputs=[output_tensor(one, found.outputs[one]) for one in wanted],
         parameters=parameters,
     )
+
+
+def _share_outputs(request: InferRequest, reply: InferReply) -> None:
+    """Write outputs to shared memory, those that the request says; none if one of them does not fit.
+
+    Raises:
+        RequestError: One does not fit, or its region is smaller than it was.
+    """
+    shared = [
+        (place, tensor.name, raw_bytes(tensor.values))
+        for tensor in reply.outputs
+        if (place := request.shared_outputs.get(tensor.name)) is not None
+    ]
+    for place, _, data in shared:
+        place.check(data)
+    reply.shared = {name: place.write(data) for place, name, data in shared}
 
 
 def _difference(one: ModelOutputs, other: ModelOutputs) -> float:

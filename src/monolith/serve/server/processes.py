@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from monolith.cluster.security import HEADER, Guard
@@ -57,8 +58,9 @@ class ServerProcesses:
         said = json.dumps({"parameters": dict(parameters or {})}).encode()
         self._tell(f"{verb} model {model!r}", f"/v2/repository/models/{quote(model, safe='')}/{verb}", said)
 
-    def set_split(self, name: str, body: bytes) -> None:
+    def set_split(self, name: str, targets: str) -> None:
         """Have the peers divide the requests for a name in the same way."""
+        body = json.dumps({"targets": targets}).encode()
         self._tell(f"split requests for {name!r}", f"/v2/splits/{quote(name, safe='')}", body)
 
     def splits(self) -> dict[str, str] | None:
@@ -69,6 +71,21 @@ class ServerProcesses:
                 if status == 200:
                     return {str(name): str(targets) for name, targets in json.loads(body).items()}
         return None
+
+    def tell_regions(self, verb: str, name: str, said: Mapping[str, Any] | None = None) -> None:
+        """Have the peers register or unregister shared memory, too; without a name, unregister all."""
+        region = f"/region/{quote(name, safe='')}" if name else ""
+        body = json.dumps(said or {}).encode()
+        self._tell(f"{verb} shared memory {name!r}", f"/v2/systemsharedmemory{region}/{verb}", body)
+
+    def regions(self) -> list[dict[str, Any]]:
+        """Return the regions of shared memory that a peer knows; none without a peer that answers."""
+        for _, path in self._peers():
+            with suppress(OSError, ValueError):
+                status, body = self._call(path, "GET", "/v2/systemsharedmemory/status", _METRICS_TIMEOUT)
+                if status == 200:
+                    return list(json.loads(body))
+        return []
 
     def _tell(self, what: str, target: str, body: bytes | None = None) -> None:
         for index, path in self._peers():

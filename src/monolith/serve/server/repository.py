@@ -142,6 +142,8 @@ class Repository:
         self._serving: dict[str, dict[str, LoadedVersion]] = {name: {} for name in self._folders}
         """Model -> version -> loaded version, oldest first. The inner dict is replaced, never changed, so
         that requests read it without a lock."""
+        self.answers_here = True
+        """Whether all loaded versions answer without waiting for another process; see `Predictor`."""
         self._retiring: list[LoadedVersion] = []
         """Retired versions, some of which requests still lease; replaced as a whole by `_serve`."""
 
@@ -437,6 +439,9 @@ class Repository:
         # The hot swap. New requests find the new versions from here on; only then are the old ones retired,
         # so that a request always finds a version that can be leased.
         self._serving[name] = versions
+        self.answers_here = all(
+            one.model.answers_here for some in self._serving.values() for one in some.values()
+        )
         for version, old in before.items():
             if versions.get(version) is not old:
                 _log.info(

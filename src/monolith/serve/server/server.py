@@ -9,7 +9,6 @@ stop sending; it accepts no new requests; it drains the requests in flight; it c
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import ssl
@@ -23,7 +22,7 @@ from typing import Self
 
 from monolith import concurrency
 from monolith.cluster.security import Guard
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, RequestError
 from monolith.observe.metrics import Metrics
 from monolith.serve.config import ServeConfig, ServedFolder, VersionPolicy
 from monolith.serve.follower import ModelFollower
@@ -37,6 +36,7 @@ from monolith.serve.server.http_api import HttpApi, HttpPort
 from monolith.serve.server.http_loop import KnownHosts
 from monolith.serve.server.inference import Inference
 from monolith.serve.server.processes import ServerProcesses
+from monolith.serve.server.shared_memory import FOLDER, RegionStatus
 from monolith.sync.channel import OpenReader
 from monolith.wire.ports import bound_socket, join_address
 
@@ -59,7 +59,8 @@ class InferenceServer:
     Raises:
         ListenError: A port is taken.
         MissingExtraError: A package of the extra `serve` is missing.
-        ConfigError: Clients may load and unload models, but there is no token for it.
+        ConfigError: Clients may load and unload models, or register shared memory, but there is no token for
+            it.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class InferenceServer:
                 "serve: --allow-control lets clients with the control token load and unload models, and "
                 "there is none. Start with --token-file."
             )
+        if config.shared_memory:
+            _check_shared_memory(self._guard)
         self._quotas = Quotas(config.limits)
         self._peers = peers or ServerProcesses()
         self._context = context
@@ -110,7 +113,9 @@ class InferenceServer:
         try:
             self.inference.repository.refresh()
             self._take_splits()
+            self._take_regions()
             self._listen()
+            self._take_regions()  # those of clients whose server could not tell this process yet
         except BaseException:
             self.close()
             raise
@@ -201,13 +206,28 @@ class InferenceServer:
                 if known.get(name) != now.get(name):
                     self.inference.set_split(name, now.get(name, ""))
 
+    def _take_regions(self) -> None:
+        """Register the shared memory that clients have registered with the other processes."""
+        regions = self.inference.shared_memory
+        if not regions.is_on:
+            return
+        known = {one.name for one in regions.status()}
+        for said in self._peers.regions():
+            one = RegionStatus.read(str(said["name"]), said)
+            if one.name in known:
+                continue
+            try:
+                regions.register(one)
+            except RequestError as error:
+                _log.warning("did not register the region %r of another process: %s", one.name, error)
+
     def _poll(self) -> None:
         while not self._stop.wait(self.config.poll.total_seconds()):
             try:
                 self.inference.repository.refresh()
                 if self._peers.index == 0:  # one process decides for all
                     for name, targets in self.inference.guide_canaries().items():
-                        self._peers.set_split(name, json.dumps({"targets": targets}).encode())
+                        self._peers.set_split(name, targets)
             except Exception:  # whatever it is, the loaded models still answer
                 _log.exception("polling for new versions failed")
 
@@ -282,6 +302,21 @@ def _by_version(config: ServeConfig, model: str) -> bool:
     """Whether a route names a version of a model."""
     routes = (*config.split_routes, *config.shadow_routes)
     return any(target.model == model and target.version for route in routes for target in route.targets)
+
+
+def _check_shared_memory(guard: Guard) -> None:
+    """Refuse to use the memory of clients if it is not known which of them may register it.
+
+    Raises:
+        ConfigError: There is a token for predictions and none for control, or this system has no such folder.
+    """
+    if not FOLDER.is_dir():
+        raise ConfigError(f"serve --shared-memory: this system has no {FOLDER}; it needs Linux")
+    if guard.token is not None and guard.for_role("control").token is None:
+        raise ConfigError(
+            "serve --shared-memory: clients with the control token register memory, and there is none. Start "
+            "with --token-file."
+        )
 
 
 def check_policy(policy: VersionPolicy, *, routed: bool) -> None:

@@ -38,6 +38,7 @@ from monolith.errors import (
     UnavailableError,
 )
 from monolith.feature import FeatureIds, Gatherer
+from monolith.feature.gathering import PackedFeatures
 from monolith.serve.config import ShardsConfig
 from monolith.serve.manifest import Servable
 from monolith.serve.rows import AttachOverlay, FoundRows, RowsClaim, gather_looked_up, together
@@ -230,7 +231,7 @@ class RemoteRows:
             raise
 
     def gather(
-        self, gatherer: Gatherer, ids: FeatureIds, *, deadline: float | None = None
+        self, gatherer: Gatherer, ids: FeatureIds | PackedFeatures, *, deadline: float | None = None
     ) -> tuple[Sequence[Tensor], FoundRows]:
         """Look up rows and gather them; see `RowSource.gather`."""
         return gather_looked_up(self, gatherer, ids, deadline)

@@ -57,6 +57,7 @@ function draw() {
   for (const [name, chart] of charts) chart.show(seriesOf(name));
   drawStages();
   drawPublish();
+  drawSplits();
   drawTables();
   for (const [part, there] of [
     ["quality", [...charts.keys()].some((name) => !SPEED.includes(name) && shown(name))],
@@ -65,6 +66,7 @@ function draw() {
     ["publish", sources.some((one) => one.publish)],
     ["tables", sources.some((one) => one.tables?.length)],
     ["models", sources.some((one) => one.models?.length)],
+    ["splits", sources.some((one) => one.splits?.length) || byId("said-split").textContent],
     ["processes", sources.some((one) => one.processes?.length)],
     ["checkpoints", sources.some((one) => one.checkpoints?.length)],
   ]) byId(`h-${part}`).parentElement.hidden = !there;
@@ -267,41 +269,77 @@ function drawPublish() {
   );
 }
 
+// Splits
+
+function drawSplits() {
+  keep(
+    byId("splits"),
+    sources.flatMap((one) => (one.splits ?? []).map((split) => ({ ...split, source: one.name, up: one.up }))),
+    () => {
+      const item = make("li", {}, make("h3"), make("ul"), make("div", { class: "buttons" }));
+      const button = make("button", { type: "button" }, "Change");
+      button.addEventListener("click", () => act("split", item.dataset.source, item.dataset.name));
+      item.lastElementChild.append(button);
+      return item;
+    },
+    (item, { source, name, targets, up }) => {
+      Object.assign(item.dataset, { source, name });
+      setText(item.children[0], `${name}, ${source}`);
+      const weights = targets.split(",").map((one) => [one.slice(0, one.lastIndexOf(":")), +one.slice(one.lastIndexOf(":") + 1)]);
+      const total = weights.reduce((sum, [, weight]) => sum + weight, 0);
+      keep(
+        item.children[1],
+        weights,
+        () => make("li"),
+        (line, [target, weight]) => setText(line, `${target}: ${+((100 * weight) / total).toPrecision(4)} %`),
+      );
+      const [button] = item.lastElementChild.children;
+      button.setAttribute("aria-label", `Change the split of ${name} of ${source}`);
+      button.disabled = !up;
+    },
+  );
+}
+
 const ABOUT = {
   hold: ["Hold publishing", "Servers stay as they are. Training goes on.", "Why (shown to everybody)"],
   resume: ["Resume publishing", "Servers take in all that was learned meanwhile.", ""],
+  split: ["Change the split", "Takes effect with the next request. No target at all ends the split.", "MODEL[/VERSION][:WEIGHT], separated by commas"],
   rollback: ["Roll back", "Servers go back to an exported version, and publishing is held. Training goes on.", "Version"],
 };
 
-async function act(verb, source) {
+async function act(verb, source, name) {
   const one = sources.find((other) => other.name === source);
+  const of = name === undefined ? source : `${name}, ${source}`;
+  const said = byId(verb === "split" ? "said-split" : "said");
   const [title, about, label] = ABOUT[verb];
   const dialog = byId("act");
   const input = byId("act-text");
-  setText(byId("act-title"), `${title}: ${source}`);
+  setText(byId("act-title"), `${title}: ${of}`);
   setText(byId("act-about"), about);
   setText(byId("act-label"), label);
   setText(byId("act-do"), title);
   // Those that the run knows of, and those that servers have.
   const served = sources.flatMap((other) => (other.models ?? []).map((model) => model.version));
   const versions = verb === "rollback" ? [...(one?.publish?.versions ?? []), ...served].filter(Boolean) : [];
-  input.value = "";
+  input.value = verb === "split" ? one?.splits.find((split) => split.name === name)?.targets ?? "" : "";
+  input.maxLength = verb === "split" ? 2000 : 200;
   input.hidden = byId("act-label").hidden = !label;
   input.required = verb === "rollback";
   byId("act-list").replaceChildren(...[...new Set(versions)].map((value) => make("option", { value })));
   if ((await answerOf(dialog)) !== "do") return;
   const text = input.value.trim();
-  const body = { source, ...(verb === "hold" ? { reason: text } : verb === "rollback" ? { version: text } : {}) };
+  const given = { hold: { reason: text }, rollback: { version: text }, split: { name, targets: text } };
+  const body = { source, ...given[verb] };
   try {
-    const answer = await fetch(`publish/${verb}`, {
+    const answer = await fetch(verb === "split" ? "splits/set" : `publish/${verb}`, {
       method: "POST",
       headers: { ...authorization(), "Content-Type": "application/json", "X-Monolith-Page": "1" },
       body: JSON.stringify(body),
     });
-    const said = await answer.json();
-    setText(byId("said"), answer.ok ? `${title} of ${source}: done` : `${title} of ${source} failed: ${said.error}`);
+    const { error } = await answer.json();
+    setText(said, answer.ok ? `${title} of ${of}: done` : `${title} of ${of} failed: ${error}`);
   } catch {
-    setText(byId("said"), `${title} of ${source} failed: the page's server does not answer`);
+    setText(said, `${title} of ${of} failed: the page's server does not answer`);
   }
 }
 
