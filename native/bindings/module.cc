@@ -1,4 +1,5 @@
 #include "bindings.h"
+#include "memory.h"
 
 NB_MODULE(_core, m) {
   m.doc() = "Monolith's compiled core: tables, filters, touched keys, checksums. See monolith.native.";
@@ -24,4 +25,6 @@ NB_MODULE(_core, m) {
   monolith::bind_json(m);
   monolith::bind_row_gather(m);
   monolith::bind_cuda_driver(m);
+  m.def("keep_freed_memory", &monolith::keep_freed_memory,
+        "Lets malloc keep what is freed, in place of giving it back to the system.");
 }

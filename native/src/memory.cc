@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include <malloc.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -9,6 +10,15 @@
 #include <utility>
 
 namespace monolith {
+
+void keep_freed_memory() {
+#ifdef __GLIBC__
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most that it accepts: larger blocks are mapped as before
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  mallopt(M_TOP_PAD, 16 << 20);
+#endif
+}
+
 namespace {
 constexpr std::size_t kHugePage = 2 << 20;
 constexpr std::size_t kPage = 4 << 10;

@@ -15,6 +15,11 @@
 
 namespace monolith {
 
+// Lets malloc keep what is freed, in place of giving it back to the system. For a process that needs the same
+// blocks for every batch: pages that are mapped and unmapped again and again cost more than the work on them,
+// and threads wait for each other there. Does nothing without glibc.
+void keep_freed_memory();
+
 // Counts the bytes of one table, and says no past the limit.
 class Budget {
  public:

@@ -8,6 +8,7 @@ its work to the other workers, which a work queue allows, ends well while they c
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +17,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from monolith import concurrency, filesystem
+from monolith import concurrency, filesystem, native
 from monolith.checkpoint import read_checkpoint_state
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.security import guard_listener, ssl_context
@@ -84,6 +85,7 @@ def run_process(run: RunContext) -> RunResult:
     """Do the part of a run that its config assigns to this process; see `Run.run`."""
     config, environ, output = run.config, run.environ, run.output
     set_threads(config.threads)
+    _keep_freed_memory()
     task, config = prepared_task(run.task, config, say=output.say, warn=output.warn)
     hooks = config.train.hooks.with_environment(environ)
     config = replace(config, train=replace(config.train, hooks=hooks))
@@ -115,6 +117,12 @@ def run_process(run: RunContext) -> RunResult:
             return _train_or_serve(process, gauges=served is not None)
         except StoppedWhileWaitingError as stopped:
             return RunResult(outcome="stopped", stop_reason=str(stopped))
+
+
+def _keep_freed_memory() -> None:
+    """Let this process keep the memory of a batch for the next one; see `native.keep_freed_memory`."""
+    native.keep_freed_memory()
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own would give pages back
 
 
 def _reachable(process: Process, open_things: ExitStack) -> Process:

@@ -194,6 +194,18 @@ def test_a_parameter_that_would_be_ignored_is_refused(client, message, says, raw
     assert (found, says in text) == (Code.INVALID_ARGUMENT, True), text
 
 
+def test_the_size_of_raw_contents_may_be_said_as_kserves_client_does(client):
+    message = infer(("user", "BYTES", [1], "", []), raw=[b"\x01\x00\x00\x00a"])
+    size = message.inputs[0].parameters["binary_data_size"]
+    size.int64_param = 5
+    assert scores(client.ModelInfer(message)) == [101]
+    size.int64_param = 6
+    assert refusal(client.ModelInfer, message) == (
+        Code.INVALID_ARGUMENT,
+        "the input 'user': binary_data_size is 6, and it has 5 bytes",
+    )
+
+
 def test_a_priority_is_accepted(client):
     assert scores(client.ModelInfer(with_parameter("request", "priority", uint64_param=1))) == [101]
 

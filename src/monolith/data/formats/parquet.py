@@ -151,13 +151,12 @@ def _to_ragged(array: Any, declared: torch.dtype | None, one_each: torch.Tensor)
     elif array.null_count:
         lengths = _numpy(array.is_valid()).astype(np.int64)
         values = array.drop_null()
+    elif types.is_floating(array.type) and declared in (torch.int64, TIME):
+        lengths, values = np.ones(len(array), np.int64), array
     else:
-        lengths = np.ones(len(array), np.int64)
-        values = array
+        return RaggedTensor(_values(array), one_each, validate=False)
     if types.is_floating(values.type) and declared in (torch.int64, TIME):
         return _whole(_numpy(values), lengths, declared)
-    if values is array:
-        return RaggedTensor(_values(values), one_each, validate=False)
     return RaggedTensor.from_row_lengths(_values(values), torch.from_numpy(lengths), validate=False)
 
 
@@ -187,6 +186,8 @@ def _values(array: Any) -> torch.Tensor | RaggedTensor:
     kind = array.type
     if types.is_uint64(kind):
         return torch.from_numpy(_numpy(array).view(np.int64))
+    if types.is_int64(kind) or types.is_float32(kind):
+        return torch.utils.dlpack.from_dlpack(array)  # Arrow's own memory: records are never written to
     if types.is_integer(kind) or types.is_boolean(kind):
         return torch.from_numpy(_numpy(array.cast(pa.int64())))
     if types.is_timestamp(kind) or types.is_date(kind):

@@ -10,7 +10,8 @@ requests cannot use all memory, and one client cannot use every slot. Quotas are
 `RequestBatcher` has no thread that collects requests. The first request that finds the model idle becomes the
 leader: its own thread takes the queued requests, runs the model and gives each request its rows. Requests
 that arrive meanwhile wait and form the next batch. So a lone request is answered on the thread it came on,
-without a hop to another, and batches grow by themselves when the model is busy.
+without a hop to another and without a place in the queue, and batches grow by themselves when the model is
+busy.
 
     queued ──taken by a leader──► running ──► answered or failed
        │ ▲                            └──rows are left──► to the end of the queue
@@ -265,6 +266,13 @@ class RequestBatcher:
             OverloadedError: The queue is full.
             DeadlineExceededError: The deadline passed.
         """
+        with self._lock:
+            # A request that finds nothing queued needs no place in the queue: it leads from the start.
+            is_alone = not self._queue and self._leaders < self._runners and not self._delay
+            is_alone = is_alone and columns.rows <= self._max_rows
+            self._leaders += is_alone
+        if is_alone:
+            return self._run_alone(columns, deadline)
         mine = _Waiting(columns, deadline, self._clock(), priority)
         with self._lock:
             self._check_room(columns.rows)
@@ -280,6 +288,20 @@ class RequestBatcher:
             raise mine.error
         assert mine.found is not None
         return mine.found
+
+    def _run_alone(self, columns: RequestColumns, deadline: float | None) -> ModelOutputs:
+        """Run a request as a batch of its own, as the leader; then hand over to those that came meanwhile."""
+        try:
+            if deadline is not None and deadline <= self._clock():
+                raise DeadlineExceededError(_LATE)
+            answer = self._ask(columns.asked, deadline=deadline)
+            found = ModelOutputs(plain_outputs(answer), tuple(answer.missing), answer.freshness)
+        finally:
+            with self._lock:
+                self._hand_over()
+        if self._report is not None:
+            self._report(1, columns.rows)
+        return found
 
     def _check_room(self, rows: int) -> None:
         if len(self._queue) >= self._most:

@@ -64,6 +64,7 @@ from monolith.serve.server.spans import TRACE_HEADERS
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
     BF16,
+    BINARY_SIZE,
     CONTENTS,
     FILTER,
     PRIORITY,
@@ -599,7 +600,8 @@ def _tensors(request: Any, shared: SharedInputs) -> list[WireTensor]:
     for one in request.inputs:
         what, parameters = f"the input {one.name[:80]!r}", _plain(one.parameters)
         copies.append(shared.read(what, parameters) if parameters else None)
-        check_parameters(what, parameters, () if copies[-1] is None else PARAMETERS)
+        # KServe's client sends the size of raw contents here, too, as over HTTP.
+        check_parameters(what, parameters, (BINARY_SIZE,) if copies[-1] is None else PARAMETERS)
         if copies[-1] is not None and one.HasField("contents"):
             raise RequestError(f"{what} has contents and is in shared memory; it needs one of both")
     raws, sent = request.raw_input_contents, copies.count(None)
@@ -613,6 +615,12 @@ def _tensors(request: Any, shared: SharedInputs) -> list[WireTensor]:
     found: list[WireTensor] = []
     for one, copy in zip(request.inputs, copies, strict=True):
         data = next(contents) if copy is None and raws else copy
+        size = _parameter(one.parameters, BINARY_SIZE, None)
+        if size is not None and (data is None or size != len(data)):
+            sent_bytes = "no raw contents" if data is None else f"{len(data)} bytes"
+            raise RequestError(
+                f"the input {one.name[:80]!r}: {BINARY_SIZE} is {size}, and it has {sent_bytes}"
+            )
         found.append(
             _typed_tensor(one) if data is None else raw_tensor(one.name, one.datatype, one.shape, data)
         )

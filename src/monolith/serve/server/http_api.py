@@ -2,8 +2,8 @@
 
 `http_loop` reads and writes for all connections. Work that would block it, such as decoding, waiting for the
 model and encoding, is done on other threads. Bodies are read here, within bytes and time. Health probes are
-answered on the loop: they wait for no thread and count in no quota. So is a short request that is alone: the
-way to another thread and back would take a third of its time (docs/decisions/0077).
+answered on the loop: they wait for no thread and count in no quota. So is a short request that is alone: it
+saves the way to another thread and back (docs/decisions/0077).
 
 The Open Inference Protocol over HTTP: from a whole request to a whole answer, on any thread.
 
@@ -229,6 +229,7 @@ PROBES = ("/v2/health/live", "/v2/health/ready")
 """Answered for every client, whatever quota is used up: a probe has no token, and they say nothing
 else."""
 _RETRY = {"retry-after": "1"}
+_REMEMBERED_PATHS = 256
 QUICK_BYTES = 64 << 10
 QUICK_SECONDS = 0.01
 REST_SECONDS = 1.0
@@ -277,6 +278,9 @@ class HttpApi:
         self._peers = peers
         self._hosts = hosts
         limits = inference.config.limits
+        self._infer_paths: dict[str, tuple[str, str]] = {}
+        """Paths that were answered with predictions -> their model and version: clients use them again and
+        again, and reading a path takes longer than looking for it."""
         self._json = JsonReader(limits)
         self._most = limits.request_bytes
         self._most_json = min(limits.json_bytes, limits.request_bytes)
@@ -319,6 +323,14 @@ class HttpApi:
     def answer(self, request: HttpRequest) -> HttpReply:
         """Answer a request; whatever is wrong with it is an answer, too."""
         noted = False
+        known = self._infer_paths.get(request.path) if request.method == "POST" else None
+        if known is not None:
+            try:
+                return self._packed(self._infer(*known, request), request)
+            except Exception as error:
+                if not isinstance(error, MonolithError):
+                    self._inference.refuse("http", error)
+                return self.error_reply(error)
         try:
             parts = [unquote(part, errors="strict") for part in request.path.split("/")[1:]]
             allowed = self._routes(parts, request)
@@ -331,17 +343,24 @@ class HttpApi:
                 )
             noted = parts[-1] in ("infer", "topk")
             reply = allowed[method]()
+            if parts[-1] == "infer" and len(self._infer_paths) < _REMEMBERED_PATHS:
+                named = parts[2], parts[4] if len(parts) > 4 else ""
+                self._infer_paths[request.path] = named
         except UnicodeDecodeError:
             return _error(400, "the path is no UTF-8")
         except Exception as error:
             if not noted or not isinstance(error, MonolithError):
                 self._inference.refuse("http", error)
             return self.error_reply(error)
+        reply = self._packed(reply, request)
+        if request.method == "HEAD":
+            reply.body = b""
+        return reply
+
+    def _packed(self, reply: HttpReply, request: HttpRequest) -> HttpReply:
         reply.body, encoding = packed(reply.body, request.headers.get("accept-encoding", ""))
         if encoding:
             reply.headers = {**reply.headers, "content-encoding": encoding, "vary": "accept-encoding"}
-        if request.method == "HEAD":
-            reply.body = b""
         return reply
 
     def _routes(self, parts: list[str], request: HttpRequest) -> Mapping[str, Callable[[], HttpReply]] | None:

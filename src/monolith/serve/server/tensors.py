@@ -115,6 +115,8 @@ def raw_bytes(values: Values) -> bytes:
 
 def output_tensor(name: str, values: NDArray[Any]) -> WireTensor:
     """Return an output of a model as a tensor."""
+    if values.dtype == np.float32:  # nearly always
+        return WireTensor(name, "FP32", values.shape, values.reshape(-1))
     for datatype, dtype in DTYPES.items():
         if values.dtype == dtype:
             return WireTensor(name, datatype, values.shape, values.reshape(-1))
