@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -41,6 +42,12 @@ def run_block(world: str, first: int, end: int, mutant: str | None = None) -> Ta
 
     torch.set_num_threads(1)
     play = getattr(importlib.import_module(f"simulation.{world}"), world)
+    if not gc.get_freeze_count():
+        # Torch and what else was imported is some hundred thousand objects, which each run would look
+        # through for garbage.
+        gc.collect()
+        gc.freeze()
+    gc.set_threshold(10_000, 20, 100)
     tally = Tally()
     with nullcontext() if mutant is None else MUTANTS[mutant].applied():
         for seed in range(first, end):

@@ -30,6 +30,7 @@ SEEDS = {
     "serving": 100,
     "publishing": 100,
     "ranks": 100,
+    "writers": 100,
 }
 """Of the worlds whose runs are short; all worlds together take about a minute and a half on two cores. The
 seeds are the same in every run, so a failure is never a matter of luck."""

@@ -112,6 +112,11 @@ def field_hints(cls: type) -> dict[str, Any]:
     Raises:
         ConfigError: An annotation names what its module does not have at run time.
     """
+    return dict(_field_hints(cls))
+
+
+@cache  # annotations are texts, which are compiled each time
+def _field_hints(cls: type) -> dict[str, Any]:
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
     except NameError as cause:

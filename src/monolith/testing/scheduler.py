@@ -362,14 +362,19 @@ class Simulation:
 
     def wake_some(self, waiters: list[SimThread], count: int | None = None) -> None:
         """Wake waiting threads, in an order of the seed; all of them by default."""
+        if not waiters:
+            return
         for _ in range(len(waiters) if count is None else min(count, len(waiters))):
             self.wake(waiters.pop(self.random.randrange(len(waiters))))
 
     def maybe_switch(self) -> None:
         """Let another thread run first, by chance: any operation of a primitive may be preempted."""
-        if self.current.machine.alive and self._ready and self.random.random() < self._preempt:
+        # The most frequent call of a run: `check_alive` is written out.
+        if not self.current.machine.alive:
+            raise MachineKilled
+        if self._ready and self.random.random() < self._preempt:
             self._yield()
-        self.check_alive()
+            self.check_alive()
 
     def _yield(self) -> None:
         thread = self.current
@@ -528,7 +533,10 @@ class SimLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         simulation = self._simulation
         simulation.maybe_switch()
-        if self._owner is not None and not blocking:
+        if self._owner is None:
+            self._owner = simulation.current
+            return True
+        if not blocking:
             return False
         until = None if timeout < 0 else simulation.current.machine.monotonic() + timeout
         while self._owner is not None:
@@ -541,12 +549,13 @@ class SimLock:
 
     def release(self) -> None:
         simulation = self._simulation
-        if simulation.dead():
+        if not simulation.current.machine.alive:
             return
         if self._owner is None:
             raise RuntimeError("release unlocked lock")
         self._owner = None
-        simulation.wake_some(self._waiters, 1)
+        if self._waiters:
+            simulation.wake_some(self._waiters, 1)
 
     def locked(self) -> bool:
         return self._owner is not None
