@@ -486,3 +486,20 @@ def test_a_service_that_takes_over_waits_for_the_earlier_participants(training: 
     assert updates(other) == (5, [2], [])
     other("back", run="r", worker=2, member="process", step=9, lost={"next": 3})
     assert updates(other) == (8, [], []), "what it had told the meeting that was lost"
+
+
+def test_a_worker_that_left_and_was_lost_with_server_0_does_not_train_again(training: Caller) -> None:
+    training("leave", run="r", worker=1, state=state(6), pushes=pushes("one", 8))
+    news = training.news(0)
+    assert news["left"] == {"1": state(6)}
+    assert training.news(2)["left"] == {}, "only the chief needs it"
+    other = Caller(CoordinationService(3))
+    told = {key: news[key] for key in ("joined", "pushes", "left")}
+    other("begin", run="r", num_workers=3, keep_going=True, **told)
+    other("open", run="r", start=START)
+    assert other.join(1, "another process") == NOT_YET, "it has nothing to do but learn how the run ends"
+    other("back", run="r", worker=2, member="process", step=9)
+    gathered = other("gathered", run="r", left=True)
+    assert (gathered["missing"], gathered["states"]) == ([2], {"1": state(6)})
+    other("over", run="r", wait=0)
+    assert other.join(1, "another process")["over"]

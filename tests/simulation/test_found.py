@@ -49,6 +49,11 @@ FOUND = [
         "a worker that joined and ended while the chief was cut off was not counted when server 0 was lost",
     ),
     (
+        "keep_going",
+        7118,
+        "a worker that had ended was lost, then server 0, and the worker trained all of its data again",
+    ),
+    (
         "elastic",
         3180,
         "a thread of a failed attempt took a file, which the next attempt took for one that it had read",

@@ -385,6 +385,8 @@ class Fleet:
             # The last news may be older than a worker: one that joined and left since would not be missed.
             joined=joined if listener is None else tuple({*listener.joined, *range(1, self.num_workers)}),
             pushes={} if listener is None else dict(listener.pushes),
+            # One that left and was lost since cannot say so itself, and would train all of its data again.
+            left={} if listener is None else dict(listener.left),
         )
         tell(server, 0, "meeting.begin", body)
 

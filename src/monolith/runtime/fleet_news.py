@@ -160,6 +160,8 @@ class FleetNews:
         """Other workers that are part of the run, on the chief."""
         self.pushes: Mapping[str, PushesTold] = {}
         """By worker: what those had pushed who left, as the chief."""
+        self.left: Mapping[str, WorkerState] = {}
+        """By worker that left: its last state, as the chief."""
         self._error: Exception | None = None
         self.saved = 0
         self._over = False
@@ -280,7 +282,7 @@ class FleetNews:
                 self.halt, self.stop_reason = news.halt, news.stop or self.stop_reason
                 self.saved, self._over = news.saved, news.over
                 self.present = news.present
-                self.joined, self.pushes = news.joined, news.pushes
+                self.joined, self.pushes, self.left = news.joined, news.pushes, news.left
                 self.departing = {int(worker): one for worker, one in news.departing.items()}
                 self._finished = not news.unfinished
             self._changed.notify_all()

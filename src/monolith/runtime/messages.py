@@ -131,6 +131,8 @@ class BeginService:
     """Workers that are part of the run, and are expected to rejoin."""
     pushes: dict[str, PushesTold] = field(default_factory=dict)
     """Worker that left -> its pushes."""
+    left: dict[str, WorkerState] = field(default_factory=dict)
+    """Worker that left -> its last state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +339,8 @@ class News:
     """Workers other than the chief that are part of the run or have left it; for the chief."""
     pushes: dict[str, PushesTold] = field(default_factory=dict)
     """By worker: what those had pushed who left; for the chief."""
+    left: dict[str, WorkerState] = field(default_factory=dict)
+    """By worker that left: its last state; for the chief."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -454,6 +454,7 @@ class CoordinationService:
                 dealt=_by_number(body.dealt),
                 joined=set(body.joined),
                 pushes=_by_number(body.pushes),
+                left=_by_number(body.left),
             )
             self._run.count_for_workers_that_left()
             self._note(self._run)
@@ -746,6 +747,7 @@ class CoordinationService:
                 dealt=run.dealt.get(worker),
                 joined=() if worker else tuple(sorted(run.having_part)),
                 pushes={} if worker else _by_text(run.pushes),
+                left={} if worker else _by_text(run.left),
             )
 
     def _arrive(self, body: Arrive) -> None:
