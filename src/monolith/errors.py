@@ -44,6 +44,7 @@ One tree, so that a caller can catch a single error, a group or all of them:
     │       │   └── LostStateError     it restarted, and has lost the state
     │       ├── OverloadedError        a server has as many requests as its limits allow
     │       ├── DeadlineExceededError  it took longer than allowed                   (also TimeoutError)
+    │       │   └── AbsentWorkersError workers of a run did not join it in time
     │       ├── StaleAnswerError       a server's rows are older than its client accepts; has the answer
     │       └── NodeAliveCheckerError  nodes do not answer; names them               (also ConnectionError)
     ├── AcceleratorError        a GPU, its driver or its compiler is missing or refused (also RuntimeError)
@@ -339,6 +340,10 @@ class OverloadedError(RetryableError):
 
 class DeadlineExceededError(RetryableError, TimeoutError):
     """An operation took longer than allowed."""
+
+
+class AbsentWorkersError(DeadlineExceededError):
+    """Workers did not join a run in time, so its chief has to be started again, and they with it."""
 
 
 class StaleAnswerError(RetryableError):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+from simulation.fleet import FleetShape, work
 
 from monolith.errors import RetryableError, UnavailableError
 from monolith.observe import Metrics
+from monolith.runtime import serve_parameters
 from monolith.runtime.attempts import STEADY, UNCOUNTED, Retries
 from monolith.runtime.cluster_config import FailoverConfig
+from monolith.testing.cluster import SimCluster
 
 
 class Clock:
@@ -96,3 +99,20 @@ def test_a_process_that_is_asked_to_stop_while_it_waits_does_not_rejoin() -> Non
     worker = Worker(5, stopped=True)
     with pytest.raises(UnavailableError):
         worker.train("a")
+
+
+@pytest.mark.parametrize(("save_steps", "when"), [(1, "before a save"), (1000, "at the end")])
+def test_a_chief_whose_workers_do_not_come_ends_so_that_a_launcher_starts_all_again(
+    save_steps: int,
+    when: str,  # noqa: ARG001
+) -> None:
+    shape = FleetShape(num_ps=1, num_workers=2, batches=4, save_steps=save_steps)
+    task = shape.task()
+
+    def play(cluster: SimCluster) -> None:
+        ps, worker = shape.config("ps", 0), shape.config("worker", 0)
+        cluster.start("ps-0", lambda: serve_parameters(task, ps, cluster.discovery()))
+        chief = cluster.start("worker-0", lambda: work(task, worker, cluster.discovery()))
+        cluster.wait(done=lambda: chief.starts == 2)
+
+    SimCluster(0).run(play)

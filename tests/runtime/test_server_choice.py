@@ -234,6 +234,30 @@ def test_a_list_without_living_servers_is_of_an_earlier_run(pool: Pool) -> None:
     assert pool.choice().of_chief() == pool.addresses[:2]
 
 
+class BrokenOnce(ServerCalls):
+    """The first connection to each server breaks."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout=timedelta(seconds=30))
+        self._broken: set[str] = set()
+
+    def __call__(self, address: str, name: str, /, **body: Any) -> dict[str, Any]:
+        if address not in self._broken:
+            self._broken.add(address)
+            raise UnavailableError(f"the connection to {address} broke")
+        return super().__call__(address, name, **body)
+
+
+def test_servers_that_do_not_answer_for_a_moment_keep_their_shares(pool: Pool) -> None:
+    chosen = pool.choice(candidates=3, choose=lambda found: list(reversed(found))).of_chief()
+    for address in chosen:
+        CALLS(address, "server.begin", run="one")
+    choice = ServerChoice(pool.manager, BrokenOnce(), num_ps=2)
+    with pytest.raises(UnavailableError, match="did not answer a moment ago, and does now"):
+        choice.of_chief()
+    assert choice.of_chief() == chosen
+
+
 def test_the_chief_tells_metrics_how_many_servers_are_missing(pool: Pool) -> None:
     metrics = Metrics()
     for index in (0, 1):

@@ -58,6 +58,16 @@ FOUND = [
         5001,
         "a worker without retries left joined its servers again and again, and never ended",
     ),
+    (
+        "fleet",
+        7029,
+        "a restarted chief waited for a worker that the earlier chief had told that the run is over",
+    ),
+    (
+        "fleet",
+        7058,
+        "one broken connection made a chief choose its servers anew, one of which held another share",
+    ),
 ]
 
 

@@ -20,7 +20,7 @@ from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import get_local_host
 from monolith.cluster.run_token import rank_security
 from monolith.cluster.security import guard_listener
-from monolith.errors import FailedPeerError, RetryableError
+from monolith.errors import AbsentWorkersError, FailedPeerError, RetryableError
 from monolith.observe import Metrics
 from monolith.runtime import Coordinator, Fleet, FleetCoordinator, TrainReport, join_fleet
 from monolith.runtime.cluster_config import FailoverConfig
@@ -151,6 +151,11 @@ class SharedTraining:
                     return attempt(FleetCoordinator(fleet, self.config.dense))
             except RetryableError as error:
                 self.on_lost()
+                if isinstance(error, AbsentWorkersError):
+                    # They will not come in a second attempt, either. A worker may have learned that an
+                    # earlier chief has ended the run, and have ended well while this chief started: then a
+                    # launcher starts it again only together with the chief.
+                    raise
                 self.retries.lost(error)
 
     def _join_servers(self, discovery: Discovery) -> Fleet:

@@ -40,7 +40,14 @@ from monolith import concurrency
 from monolith.checkpoint import RestoreOptions, SavedPart
 from monolith.data import WorkQueueSource
 from monolith.data.source import Position
-from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, RetryableError, UnavailableError
+from monolith.errors import (
+    AbsentWorkersError,
+    ClusterError,
+    ConfigError,
+    DeadlineExceededError,
+    RetryableError,
+    UnavailableError,
+)
 from monolith.runtime.cluster_config import ClusterConfig, TimeoutsConfig
 from monolith.runtime.coordinator import LastCheckpoint, Start, WorkerState
 from monolith.runtime.failover import LOOK_EVERY, KeepGoing, ServerRecovery, WorkerReturn, restore_dense
@@ -941,6 +948,7 @@ class Fleet:
                 self._check_joined(began)
             now = self._clock()
             if now - began > self._start_timeout.total_seconds():
+                self.check_absent(now - began)
                 raise DeadlineExceededError(
                     f"cannot save: waited {self._start_timeout} for workers "
                     f"{', '.join(map(str, missing))} to pause; see their logs"
@@ -951,6 +959,19 @@ class Fleet:
                 _log.warning("waiting for workers %s to pause before saving; see their logs", who)
         # The states, which `_missing` does not return. No worker leaves the pause before its release.
         return self._gathered(AskGathered(self._run, halt=halt))
+
+    def check_absent(self, waited: float) -> None:
+        """Raise an error if some workers have not joined, having waited for so many seconds, as the chief.
+
+        Raises:
+            AbsentWorkersError: Names them.
+        """
+        if self._absent:
+            raise AbsentWorkersError(
+                f"waited {waited:.0f} s for workers {', '.join(map(str, self._absent))}, which have not "
+                "joined the run; see their logs. If an earlier chief told them that the run is over, they "
+                "have ended: start them again, together with the chief."
+            )
 
     def _check_joined(self, since: float) -> None:
         """Wait no longer for workers that never joined, if the run is to stop."""
@@ -1011,6 +1032,7 @@ class FinishDeadline:
         """Note that these workers still train.
 
         Raises:
+            AbsentWorkersError: Some of them never joined.
             DeadlineExceededError: They were asked to stop, and did not in time.
         """
         now, workers = self._clock(), ", ".join(map(str, training))
@@ -1019,6 +1041,7 @@ class FinishDeadline:
             self._fleet.stop(f"the chief has waited {self._timeout} for this worker", unfinished=True)
             self._asked_at = now
         elif self._asked_at is not None and now - self._asked_at > STOP_WITHIN:
+            self._fleet.check_absent(self._timeout.total_seconds() + STOP_WITHIN)
             raise DeadlineExceededError(
                 f"workers {workers} were asked to stop and did not within {STOP_WITHIN:g} s; "
                 "all steps since the last checkpoint are lost"

@@ -74,7 +74,7 @@ class ServerChoice:
         """
         listed = self._listed()
         there = set(self._calls.answering(listed))
-        chosen = self._mended(listed, there) if there else self._chosen()
+        chosen = self._mended(listed, there) if there else self._chosen(listed)
         for share, address in enumerate(chosen):
             self._calls.assign(address, share, self._num_ps)
         if chosen != listed:
@@ -103,9 +103,16 @@ class ServerChoice:
         listed = fetch_ps_cluster(self._manager.ps_file)
         return listed if len(listed) == self._num_ps else []
 
-    def _chosen(self) -> list[str]:
+    def _chosen(self, listed: Sequence[str]) -> list[str]:
+        """Return servers for a new list, as none of the one before answered."""
         self._manager.query_ps(self._candidates)
         there = self._calls.answering(self._manager.registered_ps())
+        if back := [address for address in there if address in listed]:
+            # One broken connection does not make a list that of an earlier run. This server may hold its
+            # share in a run, and would refuse another one.
+            raise UnavailableError(
+                f"the parameter server at {back[0]} did not answer a moment ago, and does now"
+            )
         if len(there) < self._candidates:
             raise UnavailableError(
                 f"{self._candidates} parameter servers are needed; {len(there)} of those registered answer"
