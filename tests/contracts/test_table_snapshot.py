@@ -329,7 +329,10 @@ def test_a_base_and_its_changes_make_the_table(make: Any, tmp_path: Path) -> Non
     snapshot = table.snapshot()
     report = dump_changes(snapshot, more)
     snapshot.close(saved=True)
-    assert (report.changed.rows, report.removed, report.cleared) == (2, 2, False)
+    # A row that leaves the device for host memory is taken out and put in again.
+    moved = report.removed - 2
+    assert moved == 0 or table.near.most_rows < 20
+    assert (report.changed.rows, report.cleared) == (2 + moved, False)
     other = make()
     load(other, base)
     load_changes(other, more)

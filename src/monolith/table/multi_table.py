@@ -270,7 +270,9 @@ class MultiTable:
             keys_there, cells = fused.inputs.ids(ids), arguments.id_array(sizes, "sizes")
             offsets = self._offsets(cells, num_batches, len(keys_there))
             found = fused.lookup(keys_there, cells, *offsets[1:]).to(ids.device)
-            found = found if out is None else out.copy_(found)
+            if out is not None:
+                arguments.out_array(out, len(found))
+                found = out.copy_(found)
             return FusedRows(found, *map(torch.from_numpy, offsets))
         keys, counts = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
         recv_splits, id_offsets, emb_offsets = self._offsets(counts, num_batches, len(keys))

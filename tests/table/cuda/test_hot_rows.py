@@ -53,12 +53,19 @@ class Pair:
         self._number = torch.zeros(1, dtype=torch.int64, device=where)
         refused = torch.zeros(5, dtype=torch.int64, device=where)
         self._captured = CapturedStep(self.hot.near, self.sizes, self._number, refused)
+        self._sent: list[Tensor] = []
         self.step = 0
+
+    def sent(self, tensor: Tensor) -> Tensor:
+        """Send a tensor to the device, as a run does: from memory that the device reads by itself."""
+        pinned = self.device.pinned(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        self._sent.append(pinned)  # until the device is done with it
+        return pinned.to(self.device.torch_device, non_blocking=True)
 
     def stage(self, ids: Tensor) -> StagedBatch:
         """Stage a batch with these ids for each table."""
         flat = torch.cat([ids] * len(DIMS))
-        return self.hot.stage(flat, flat.to(self.device.torch_device), self.sizes)
+        return self.hot.stage(flat, self.sent(flat), self.sizes)
 
     def train(self, staged: StagedBatch) -> bool:
         """Train on a batch in both; return whether that was a step over near rows alone."""
@@ -74,7 +81,7 @@ class Pair:
             self._captured.coming = staged.coming
             self._captured.ready(np.full(len(DIMS), 0.5, np.float32))
             second = torch.full((1,), now, dtype=torch.int64, device=where)
-            flat = torch.cat([by.flatten() for by in gradients]).to(where)
+            flat = self.sent(torch.cat([by.flatten() for by in gradients]))
             self._captured.train(staged.there, second, flat)
             self.hot.trained(staged)
         else:
