@@ -17,10 +17,13 @@ from monolith import native
 from monolith.errors import RequestError, RequestTooLargeError
 from monolith.feature import Batch, BucketFeature, FeatureSpec, FloatFeature, IdFeature, Label
 from monolith.serve.candidates import CandidateColumns
+from monolith.serve.config import ServeLimits
 from monolith.serve.manifest import Signature
 from monolith.serve.request_reader import RequestReader
+from monolith.serve.server.batching import Quotas
 from monolith.serve.server.grpc_port import _tensors
 from monolith.serve.server.http_bodies import _inputs
+from monolith.serve.server.shared_memory import SharedInputs, SharedMemoryRegions
 from monolith.serve.server.tensors import RequestColumns, columns_of, merged
 from monolith.wire.open_inference import message_types
 
@@ -42,6 +45,7 @@ SPEC = FeatureSpec(
 READER = RequestReader(SPEC)
 SIGNATURE = Signature(inputs=READER.inputs, outputs=())
 DATATYPES = {one.name: one.datatype for one in READER.inputs}
+NOT_SHARED = SharedInputs(SharedMemoryRegions("", 0), Quotas(ServeLimits()).admit(""))
 
 texts = st.one_of(st.text(max_size=20), st.sampled_from(["a|b||c", "|", "1,2", " 7 ", 'x"y\\z\n', "é"]))
 wholes = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -111,9 +115,9 @@ def by_core(message: bytes, head: int | None) -> native.PackedRows | native.Pack
 
 def by_python(message: bytes, head: int | None) -> Batch:
     if head is None:
-        tensors = _tensors(message_types().ModelInferRequest.FromString(message))
+        tensors = _tensors(message_types().ModelInferRequest.FromString(message), NOT_SHARED)
     else:
-        tensors = list(_inputs(json.loads(message[:head]), memoryview(message)[head:]))
+        tensors = list(_inputs(json.loads(message[:head]), memoryview(message)[head:], NOT_SHARED))
     asked = columns_of(tensors, SIGNATURE).asked
     return READER.batch(asked.full() if isinstance(asked, CandidateColumns) else asked)
 

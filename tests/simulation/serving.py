@@ -200,6 +200,8 @@ class World:
 class EntryModel:
     """A version of the entry as the repository needs it: a `Predictor` without its dense half."""
 
+    answers_here = False  # it waits for the rows of its shards
+
     def __init__(self, world: World, entry: EntryProcess, folder: str) -> None:
         self._locked = LockedVersion(folder)
         on_kill(self._locked.close)

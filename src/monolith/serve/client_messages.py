@@ -83,7 +83,7 @@ class ClientAnswer:
         >>> from monolith.serve import ClientAnswer
         >>> scores = np.array([0.12, 0.40], np.float32)
         >>> answer = ClientAnswer("ads", "140", {"click": scores}, {"step": 140, "staleness": 0.8})
-        >>> answer.outputs["click"].argmax(), answer.step, answer.staleness.totalretry_seconds()
+        >>> answer.outputs["click"].argmax(), answer.step, answer.staleness.total_seconds()
         (np.int64(1), 140, 0.8)
     """
 

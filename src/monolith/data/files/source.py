@@ -53,6 +53,14 @@ from monolith.observe import Metrics
 
 _log = logging.getLogger(__name__)
 
+_DEFAULT_PIECE_BYTES = (ShuffleConfig().piece_bytes, 128 << 10)
+"""That of now, and that of versions whose positions are read."""
+
+
+def _pieces_setting(shuffle: ShuffleConfig) -> list[object]:
+    """Return what the order of shuffled pieces depends on, as it is in a position."""
+    return [shuffle.seed, shuffle.buffer, f"pieces of {shuffle.piece_bytes} bytes"]
+
 
 class FileSource(Source, WorkQueueSource):
     r"""Records of files, in batches.
@@ -192,18 +200,22 @@ class FileSource(Source, WorkQueueSource):
         self._order = order = ListedFiles(paths, self._epochs, self._shuffle)
         self._progress = ReadProgress(order)
         self._file_set = FileSet(tuple(sorted(paths)))
-        self._pieces = None
-        if self._shuffle is not None and self._shuffle.files:
-            self._pieces = ShuffledPieces(
-                self._file_set.files,
-                self._format,
-                available=frozenset(self._paths or ()),
-                columns=self._columns,
-                epochs=self._epochs,
-                shuffle=self._shuffle,
-                on_chunk=self._reader.check_piece,
-                on_empty=self._checks.note_empty,
-            )
+        self._pieces = self._pieces_of(self._file_set)
+
+    def _pieces_of(self, file_set: FileSet) -> ShuffledPieces | None:
+        """Return the files of a set in shuffled pieces; None if files are not shuffled over their length."""
+        if self._shuffle is None or not self._shuffle.files:
+            return None
+        return ShuffledPieces(
+            file_set.files,
+            self._format,
+            available=frozenset(self._paths or ()),
+            columns=self._columns,
+            epochs=self._epochs,
+            shuffle=self._shuffle,
+            on_chunk=self._reader.check_piece,
+            on_empty=self._checks.note_empty,
+        )
 
     def _use_file_set(self, file_set: FileSet) -> None:
         """Read the files of a set, although the list may have more."""
@@ -425,10 +437,20 @@ class FileSource(Source, WorkQueueSource):
         return cursor
 
     def _detect_old_shuffle(self, position: Position) -> None:
-        """Shuffle block by block if a position was saved by a version that did: a run keeps its order."""
+        """Shuffle as the version did that saved a position, in smaller pieces or block by block: a run keeps
+        its order."""
         if self._pieces is None or not isinstance(position, Mapping):
             return
         assert self._shuffle is not None
+        for piece_bytes in _DEFAULT_PIECE_BYTES:
+            other = replace(self._shuffle, piece_bytes=piece_bytes)
+            if (
+                position.get("shuffle") == _pieces_setting(other)
+                and self._shuffle.piece_bytes in _DEFAULT_PIECE_BYTES
+                and other != self._shuffle
+            ):
+                self._shuffle = other
+                self._pieces = self._pieces_of(self._file_set)
         is_old = position.get("shuffle") == [self._shuffle.seed, self._shuffle.buffer, True]
         if is_old and not self._old_shuffle:
             _log.warning(
@@ -446,7 +468,7 @@ class FileSource(Source, WorkQueueSource):
         if shuffle is None:
             return None
         if self._shuffled_pieces is not None:
-            return [shuffle.seed, shuffle.buffer, f"pieces of {shuffle.piece_bytes} bytes"]
+            return _pieces_setting(shuffle)
         return [shuffle.seed, shuffle.buffer, shuffle.files]
 
     def _shard_in(self, position: Position) -> Shard:
