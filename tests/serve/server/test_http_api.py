@@ -528,6 +528,7 @@ def test_a_request_that_is_not_alone_is_answered_on_another_thread():
             daemon=True,
         )
         quick.start()
+        until(lambda: server.inference._in_flight == 2)
         assert get(server, "/v2/health/live")[0] == 200  # the loop waits for neither
         model.gate.set()
         quick.join(PATIENCE)
