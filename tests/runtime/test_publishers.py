@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,10 @@ import pytest
 from runtime.fleets import Tallied, read_model, run_fleet
 from runtime.losing import LosingFleet, settings, wait_for
 from runtime.rank_runs import quiet, train_ranks
-from train.published import Following
+from train.published import OFTEN, Following
 
 from monolith.errors import UnavailableError
-from monolith.runtime import LocalRun
+from monolith.runtime import LocalRun, TrainReport
 from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.train import Hook, SaveConfig, TrainConfig
 
@@ -150,6 +152,46 @@ def test_a_run_does_not_end_well_if_a_server_was_lost_before_its_last_delta_and_
         wait_for(lambda: len(fleet.discovery.query("ps")) == 2, "the next server to be there")
         again = fleet.train().report()
         assert (again.finished, again.steps) == (True, 0)
+    ends_equal(following, tmp_path)
+
+
+class Lost(Hook):
+    """Loses rank 1 when rank 0 has saved everything, and before rank 1 has published its last changes."""
+
+    def __init__(self, rank: int, run: LocalRun, gone: threading.Event) -> None:
+        self._rank, self._run, self._gone = rank, run, gone
+
+    def end(self, run: Any) -> None:  # noqa: ARG002
+        if self._rank == 0:
+            assert self._gone.wait(60)
+        elif not self._gone.is_set():
+            assert self._run.publish is not None
+            self._run.publish.publishers._share._closed.set()  # type: ignore[attr-defined]
+            self._run.session.coordinator._groups.close()  # type: ignore[attr-defined]
+            self._gone.set()
+            raise UnavailableError("this rank is as good as killed")
+
+
+def test_a_run_does_not_end_well_if_a_rank_was_lost_before_its_last_delta_and_the_next_start_publishes_it(
+    tmp_path: Path,
+) -> None:
+    seldom = replace(OFTEN, interval=timedelta(hours=1))  # only the last delta has all changes
+    following = Following(TASK, seldom)
+    config = quiet(TrainConfig(), model_dir=str(tmp_path), save=SaveConfig(steps=4))
+    gone = threading.Event()
+
+    def train() -> list[TrainReport]:
+        return train_ranks(
+            [TASK, TASK],
+            config,
+            hooks=lambda rank, run: [Lost(rank, run, gone)],
+            publish=following.plan,
+        )
+
+    with pytest.raises(UnavailableError, match="saved and not all of them are published"):
+        train()
+    again = train()
+    assert [(one.finished, one.steps) for one in again] == [(True, 0), (True, 0)]
     ends_equal(following, tmp_path)
 
 

@@ -32,6 +32,7 @@ from monolith.runtime.batches import ReadBatch, TrainingBatches
 from monolith.runtime.coordinator import Quiesced
 from monolith.runtime.fleet_placement import ServerPlacement
 from monolith.runtime.messages import BeginServer
+from monolith.runtime.publishers import RankPublishers
 from monolith.runtime.rank_placement import RankPlacement
 from monolith.runtime.rank_rows import RankShard, RankTables, RowsOnServers
 from monolith.runtime.ranks import RankCoordinator
@@ -265,6 +266,10 @@ def _lost_sum_taken_for_a_sum() -> Sequence[Patch]:
             right(self, *args, **options)
 
     return [(Collective, "_finish", finish)]
+
+
+def _last_delta_of_a_rank_not_awaited() -> Sequence[Patch]:
+    return [(RankPublishers, "flush", lambda self: self._share.flush())]
 
 
 def _run_of_servers_not_renewed() -> Sequence[Patch]:
@@ -550,6 +555,12 @@ MUTANTS = {
         "Every attempt of the ranks has the same name on the servers.",
         _run_of_servers_not_renewed,
         24,
+    ),
+    "last_delta_of_a_rank_not_awaited": Mutant(
+        "ranks",
+        "Rank 0 ends although another rank has not published its last delta.",
+        _last_delta_of_a_rank_not_awaited,
+        seeds=65,
     ),
     "rank_leaves_before_the_last_save": Mutant(
         "ranks", "A rank ends before rank 0 has saved everything.", _rank_leaves_before_the_last_save, 1

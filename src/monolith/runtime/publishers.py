@@ -79,6 +79,14 @@ class Publishers(Protocol):
         """Stop. Closing again does nothing."""
 
 
+def _not_published(error: RetryableError) -> UnavailableError:
+    """Return the error of a run whose process was lost with changes that it had not published."""
+    return UnavailableError(
+        f"the last changes of the run are saved and not all of them are published: {error}. A run that "
+        "resumes from its last checkpoint publishes all rows."
+    )
+
+
 class LocalPublisher:
     """The publisher of a run whose rows are all in this process."""
 
@@ -111,17 +119,22 @@ class LocalPublisher:
 
 
 _EXECUTE = "publish/obey"
+_FLUSH = "publish/flush"
 
 
 class RankPublishers:
-    """The publishers of a run of ranks: each publishes its shard, and rank 0 leads and sends the weights."""
+    """The publishers of a run of ranks: each publishes its shard, and rank 0 leads and sends the weights.
+
+    At the end of a run rank 0 asks every rank for its last delta, once the run is saved. The other ranks
+    answer while they wait for the word that the run is over.
+    """
 
     def __init__(self, groups: RankGroups, share: ShardPublisher) -> None:
         self._groups = groups
         self._share = share
         self._lock = concurrency.Lock()  # guards the fields below
         self._statuses: dict[int, ShardPublishStatus] = {}
-        groups.calls.offer({_EXECUTE: self._answer})
+        groups.calls.offer({_EXECUTE: self._answer, _FLUSH: self._answer_flush})
 
     @property
     def sends_weights(self) -> bool:
@@ -151,7 +164,13 @@ class RankPublishers:
         return {share: LogPosition(one.epoch, one.sequence) for share, one in found.items()}
 
     def flush(self) -> None:
-        self._share.flush()
+        """Have all ranks publish their last changes, as rank 0; see `Publishers`."""
+        if self._groups.rank:
+            return  # rank 0 may still save: it asks this rank afterwards, and ends only with its answer
+        try:
+            self._groups.calls.ask_all(_FLUSH, {})
+        except RetryableError as error:
+            raise _not_published(error) from error
 
     def close(self) -> None:
         self._share.close()
@@ -159,6 +178,10 @@ class RankPublishers:
     def _answer(self, body: dict[str, Json]) -> dict[str, Json]:
         order = checked_order(read_message(PublishOrder, body))
         return write_message(PublishStatus(self._share.execute(order)))
+
+    def _answer_flush(self, _: dict[str, Json]) -> dict[str, Json]:
+        self._share.flush()
+        return {}
 
 
 class ServerPublishers:
@@ -231,10 +254,7 @@ class ServerPublishers:
                 late = LATE_SECONDS if isinstance(error, DeadlineExceededError) else 0.0
                 wait = max(late, self._group.replacement_timeout.total_seconds())
                 if concurrency.monotonic() - began >= wait:
-                    raise UnavailableError(
-                        f"the last changes of the run are saved and not all of them are published: {error}. "
-                        "A run that resumes from its last checkpoint publishes all rows."
-                    ) from error
+                    raise _not_published(error) from error
                 concurrency.sleep(RETRY_SECONDS)
 
     def close(self) -> None:
