@@ -14,12 +14,14 @@ from runtime.losing import LosingFleet, settings, wait_for
 from runtime.rank_runs import quiet, train_ranks
 from train.published import OFTEN, Following
 
-from monolith.errors import UnavailableError
+from monolith.errors import UnavailableError, UnpublishedError
 from monolith.runtime import LocalRun, TrainReport
 from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.train import Hook, SaveConfig, TrainConfig
 
 TASK = Tallied(batches=16)
+SELDOM = replace(OFTEN, interval=timedelta(hours=1), finish_timeout=timedelta(milliseconds=200))
+"""Only the last delta has all changes."""
 
 
 def ends_equal(following: Following, model_dir: Path) -> None:
@@ -175,8 +177,7 @@ class Lost(Hook):
 def test_a_run_does_not_end_well_if_a_rank_was_lost_before_its_last_delta_and_the_next_start_publishes_it(
     tmp_path: Path,
 ) -> None:
-    seldom = replace(OFTEN, interval=timedelta(hours=1))  # only the last delta has all changes
-    following = Following(TASK, seldom)
+    following = Following(TASK, SELDOM)
     config = quiet(TrainConfig(), model_dir=str(tmp_path), save=SaveConfig(steps=4))
     gone = threading.Event()
 
@@ -190,6 +191,51 @@ def test_a_run_does_not_end_well_if_a_rank_was_lost_before_its_last_delta_and_th
 
     with pytest.raises(UnavailableError, match="saved and not all of them are published"):
         train()
+    again = train()
+    assert [(one.finished, one.steps) for one in again] == [(True, 0), (True, 0)]
+    ends_equal(following, tmp_path)
+
+
+class CutsOff(Hook):
+    """Makes the channel unreachable between the last save and the last delta, the first time."""
+
+    def __init__(self, following: Following) -> None:
+        self._following, self._left = following, 1
+
+    def end(self, run: Any) -> None:  # noqa: ARG002
+        self._following.channel.broken = self._left > 0
+        self._left -= 1
+
+
+def test_a_run_on_servers_whose_channel_stays_away_fails_saved_and_its_next_start_publishes_all_rows(
+    tmp_path: Path,
+) -> None:
+    following = Following(TASK, SELDOM)
+    cuts = [CutsOff(following)]
+    with LosingFleet(settings(tmp_path), task=TASK, keeps_going=False, publish=following.plan) as fleet:
+        with pytest.raises(UnpublishedError, match=r"memory did not take .*shard 0 of 2.*shard 1 of 2"):
+            fleet.train(hooks=cuts).report()
+        following.channel.broken = False
+        again = fleet.train(hooks=cuts).report()
+        assert (again.finished, again.steps) == (True, 0)
+    ends_equal(following, tmp_path)
+
+
+def test_ranks_whose_channel_stays_away_fail_saved_and_their_next_start_publishes_all_rows(
+    tmp_path: Path,
+) -> None:
+    following = Following(TASK, SELDOM)
+    config = quiet(TrainConfig(), model_dir=str(tmp_path), save=SaveConfig(steps=6))
+    cuts = CutsOff(following)
+
+    def train() -> list[TrainReport]:
+        return train_ranks(
+            [TASK, TASK], config, hooks=lambda rank, _: [] if rank else [cuts], publish=following.plan
+        )
+
+    with pytest.raises(UnpublishedError, match=r"memory did not take .*shard 0 of 2.*shard 1 of 2"):
+        train()
+    following.channel.broken = False
     again = train()
     assert [(one.finished, one.steps) for one in again] == [(True, 0), (True, 0)]
     ends_equal(following, tmp_path)

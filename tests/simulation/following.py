@@ -34,6 +34,11 @@ def folder_plan(interval: float) -> PublishPlan:
     )
 
 
+def cut_channel(cluster: SimCluster) -> None:
+    """Make the folder unreachable: for less, or for more, time than the end of a run waits for it."""
+    cluster.disk.cut(CHANNEL, cluster.random.choice([5.0, 90.0]))
+
+
 @dataclass
 class Followers:
     """The subscribers of a run, each a process with a table of its own."""

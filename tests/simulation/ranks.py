@@ -1,7 +1,7 @@
 """The world of ranks: processes that take every step together and train each record exactly once.
 
 Half of the runs publish their rows. Then ranks and servers are also lost between the last save and the last
-delta, and in the end every subscriber has the rows of the last checkpoint.
+delta, or the channel cannot be reached. In the end every subscriber has the rows of the last checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Literal
 
 from simulation.counting import LABEL, Counting, read_counts
-from simulation.following import Followers, folder_plan
+from simulation.following import Followers, cut_channel, folder_plan
 from torch import nn
 
 from monolith import concurrency
@@ -90,9 +90,13 @@ def ranks(seed: int, *, traced: bool = False) -> SimCluster:
     ends = random.Random(f"ranks, at the end {seed}")
     plan = ends.choice([None, folder_plan(ends.choice([0.25, 30.0, 30.0]))])
     losses, late = 0 if plan is None else ends.choice([0, 1, 2]), ends.choice([0.0, 2.0, 2.0])
+    cuts = 0 if plan is None else ends.choice([0, 1])
 
     def saved() -> None:
-        nonlocal losses
+        nonlocal losses, cuts
+        if cuts:
+            cuts -= 1
+            cut_channel(cluster)
         if losses:
             losses -= 1
             others = [

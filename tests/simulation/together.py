@@ -13,7 +13,7 @@ from datetime import timedelta
 import numpy as np
 from simulation.counting import LABEL, RECORD, SPEC, Counted, Counting, read_counts
 from simulation.fleet import CHIEF, FOLDER, FleetShape, play_fleet
-from simulation.following import Followers, folder_plan
+from simulation.following import Followers, cut_channel, folder_plan
 
 from monolith import concurrency
 from monolith.data import Pipeline, Position, Records, Source, Stream
@@ -82,10 +82,14 @@ def together(seed: int, *, traced: bool = False) -> SimCluster:
     draw = random.Random(f"together {seed}")
     shape = replace(FleetShape.drawn(seed, keep_going=False), redundant=0)
     clusters: list[SimCluster] = []
-    losses = random.Random(f"together, lost at the end {seed}").choice([0, 1, 2])
+    ends = random.Random(f"together, lost at the end {seed}")
+    losses, cuts = ends.choice([0, 1, 2]), ends.choice([0, 1])
 
     def saved() -> None:
-        nonlocal losses
+        nonlocal losses, cuts
+        if cuts:
+            cuts -= 1
+            cut_channel(clusters[0])
         if losses:
             losses -= 1
             cluster = clusters[0]
