@@ -11,7 +11,7 @@ CXX_FILES = $(shell find native src/monolith -name '*.cc' -o -name '*.h' -o -nam
 export PATH := $(PATH):$(CURDIR)/$(BIN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs services wheels image bench gpu soak soak-python fuzz clean
+.PHONY: help setup demo test retest check docs services wheels image bench gpu soak soak-python fuzz clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,10 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: export PYTEST_DEBUG_TEMPROOT = $(wildcard /dev/shm)
 test: setup native-tests  ## The tests, without the slow ones
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not soak'
+
+retest: export OMP_NUM_THREADS = 1
+retest: setup  ## The tests that failed in the last run, by themselves; at most three
+	$(BIN)/python tools/retest.py
 
 # The C++ tests, in a build of their own that later runs only bring up to date: about two minutes at first on two
 # cores, seconds after that.

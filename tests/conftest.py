@@ -22,6 +22,7 @@ pytest_plugins = (
 )
 
 SLOW_FILES = (
+    "simulation/test_worlds.py",
     "cluster/launch/test_ray.py",
     "runtime/test_rank_processes.py",
     "runtime/test_launch.py",

@@ -23,20 +23,8 @@ WORLDS = (
     "writers",
     "together",
 )
-SEEDS = {
-    "kafka": 200,
-    "checkpoints": 200,
-    "data_service": 200,
-    "serving": 100,
-    "publishing": 100,
-    "ranks": 100,
-    "writers": 100,
-}
-"""Of the worlds whose runs are short; all worlds together take about a minute and a half on two cores. The
-seeds are the same in every run, so a failure is never a matter of luck."""
-SEEDS_OF_OTHERS = 60
-FEWER = {"together": 10, "fleet_kafka": 40}
-"""Of the worlds whose runs are long."""
+SEEDS = 200
+"""Of each world. They are the same in every run, so a failure is never a matter of luck."""
 BLOCK = 10
 MOST = 1_000
 """Seeds within which every deliberate bug is found."""
@@ -52,14 +40,13 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_no_seed_breaks_a_rule(world: str, pool: ProcessPoolExecutor) -> None:
-    seeds = (SEEDS | FEWER).get(world, SEEDS_OF_OTHERS)
-    blocks = [pool.submit(run_block, world, first, first + BLOCK) for first in range(0, seeds, BLOCK)]
+    blocks = [pool.submit(run_block, world, first, first + BLOCK) for first in range(0, SEEDS, BLOCK)]
     tally = Tally()
     for block in blocks:
         tally.add(block.result())
     again = [f"{why}; see python -m simulation {world} {seed}" for seed, why in tally.failed.items()]
     assert not again, "\n".join(again)
-    assert tally.faults > seeds, "so few faults show nothing"
+    assert tally.faults > SEEDS, "so few faults show nothing"
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def together(seed: int, *, traced: bool = False) -> SimCluster:
             TableConfig(name=COUNTS, segments=(Segment(dim=1, optimizer=Sgd(learning_rate=1.0)),))
         )
         subscriber = Subscriber(
-            lambda: FolderDeltaReader(CHANNEL, poll_every=0.2, patience=10.0), TableTarget({COUNTS: table})
+            lambda: FolderDeltaReader(CHANNEL, poll_every=1.0, patience=10.0), TableTarget({COUNTS: table})
         )
         subscriber.start()
         concurrency.Event().wait()
