@@ -1,6 +1,6 @@
 """Checks, without running them, what the packages import, what they do while being imported, and their names.
 
-Six rules; the first three have a table each below:
+Seven rules; the first three have a table each below:
 
 1. A room imports only rooms on the rows above its own (`ROWS`), wherever the
    import stands: at the top, inside a function, under TYPE_CHECKING. The packages
@@ -17,6 +17,7 @@ Six rules; the first three have a table each below:
    `global`, and nothing at module level that functions of the module change.
 6. A package that coordinates processes (`COORDINATING`) takes threads, locks, queues and
    clocks from `monolith.concurrency`, so that a simulation can replace them.
+7. So it does with gRPC, which it takes from `monolith.wire.grpc_ports` (`SEAMS`).
 
 Prints `path:line: message` for each finding and exits with 1 if there is one.
 """
@@ -91,6 +92,8 @@ REAL_ONLY = {
     "train.hooks.summaries": "names a report of one process",
 }
 """Modules of coordinating rooms that only run in a real process, with the reason."""
+SEAMS = {"grpc": "wire.grpc_ports"}
+"""Packages that coordinating rooms take from one module, which returns a simulated one in a simulation."""
 
 ROOT = "the package itself"
 """The room of `monolith/__init__.py`: above every row, so it imports no room but `front_door`."""
@@ -104,7 +107,6 @@ OWNERS = {
     "confluent_kafka": {"data"},
     "fsspec": {"filesystem"},
     "google": {"wire", "checkpoint", "cluster", "train"},
-    "grpc": {"cluster", "train", "serve"},
     "httpx": {"cluster"},
     "kazoo": {"cluster"},
     "matplotlib": {"monolith_bench"},
@@ -489,7 +491,7 @@ def check_ambient_state(module: Module) -> Iterator[Finding]:
             yield module.finding(node, f"ambient state: `{headline(node)}` changes {name} of the module")
 
 
-# 6. Threads and clocks come from monolith.concurrency
+# 6 and 7. Threads and clocks come from monolith.concurrency, gRPC from monolith.wire.grpc_ports
 
 
 def check_concurrency(module: Module) -> Iterator[Finding]:
@@ -497,6 +499,12 @@ def check_concurrency(module: Module) -> Iterator[Finding]:
     real_only = any(within == one or within.startswith(f"{one}.") for one in REAL_ONLY)
     if module.room not in COORDINATING or real_only:
         return
+    for node in module.imports:
+        for package in {name.split(".")[0] for name in names_imported(node, module)} & SEAMS.keys():
+            if within != SEAMS[package]:
+                yield module.finding(
+                    node, f"`import {package}` cannot be simulated; use monolith.{SEAMS[package]}"
+                )
     real = {f"{origin}.{name}" for origin, names in REAL_CONCURRENCY.items() for name in names.split()}
     imported = [
         (node, f"{node.module}.{alias.name}")

@@ -95,6 +95,10 @@ class Machine(Protocol):
     def kafka(self) -> Any:
         """What code finds in place of the package confluent_kafka."""
 
+    @property
+    def grpc(self) -> Any:
+        """What code finds in place of the package grpc."""
+
 
 class _ThisThread(threading.local):
     machine: Machine | None = None

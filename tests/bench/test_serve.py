@@ -79,9 +79,10 @@ def test_processor_time_of_the_client_is_reported_apart_from_that_of_the_server(
     assert cases.isdisjoint({f"{CASE}, the bare predictor", f"{CASE}, in-process"})
 
 
-def test_two_runners_are_compared_with_one(report: dict[str, Any]) -> None:
-    case = "batch 2, 8 connections, HTTP, binary"
-    found = {one["metric"]: one for one in report["results"] if one["case"] == f"{case}, 2 runners"}
+@pytest.mark.parametrize("what", ["2 runners", "2 processes"])
+def test_two_runners_and_two_processes_are_compared_with_one(report: dict[str, Any], what: str) -> None:
+    case = f"{CASE}, HTTP, binary"
+    found = {one["metric"]: one for one in report["results"] if one["case"] == f"{case}, {what}"}
     assert {"requests_per_s", "p50", "p99"} <= found.keys()
     assert {one["baseline"] for one in found.values()} == {f"{case}, 1 runner"}
 

@@ -38,6 +38,7 @@ from monolith.runtime.rank_placement import RankPlacement
 from monolith.runtime.rank_rows import RankShard, RankTables, RowsOnServers
 from monolith.runtime.ranks import RankCoordinator
 from monolith.runtime.server_calls import on_each, tell
+from monolith.runtime.service import CoordinationService
 from monolith.serve.shards.hedging import Leg
 from monolith.serve.shards.shard_versions import ShardVersion, ShardVersions
 from monolith.store.pushes import AppliedPushes
@@ -129,6 +130,14 @@ def _position_of_what_was_read() -> Sequence[Patch]:
             yield ReadBatch(ahead, self.stream.position(), self._clock())
 
     return [(TrainingBatches, "_read", read)]
+
+
+def _workers_forgotten_with_server_0() -> Sequence[Patch]:
+    right = CoordinationService._begin
+    return [
+        (CoordinationService, "_begin", lambda self, body: right(self, replace(body, trained={}))),
+        (CoordinationService, "_count_unknown", lambda self, run, worker: None),  # noqa: ARG005
+    ]
 
 
 def _no_last_save() -> Sequence[Patch]:
@@ -612,6 +621,12 @@ MUTANTS = {
         "A position counts the batches that were read, not those trained.",
         _position_of_what_was_read,
         4,
+    ),
+    "workers_forgotten_with_server_0": Mutant(
+        "keep_going",
+        "A new coordination service does not know which workers have trained.",
+        _workers_forgotten_with_server_0,
+        2,
     ),
     "no_last_save": Mutant("fleet", "The chief exits without saving its last steps.", _no_last_save, 2),
     "unsynced_turns": Mutant(

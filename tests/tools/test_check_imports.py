@@ -296,6 +296,13 @@ def test_coordinating_rooms_take_threads_and_clocks_from_one_module(
     assert findings(sync__a="from monolith.concurrency import Lock, monotonic") == []
 
 
+@pytest.mark.parametrize("source", ["def f():\n    import grpc.aio", "def f():\n    from grpc import server"])
+def test_coordinating_rooms_take_grpc_from_its_seam(findings: Findings, source: str) -> None:
+    (found,) = findings(serve__a=source)
+    assert "`import grpc` cannot be simulated; use monolith.wire.grpc_ports" in found
+    assert findings(serve__a="", wire__grpc_ports=source, cli__a=source) == []
+
+
 def test_rooms_that_no_simulation_runs_may_use_any_clock(findings: Findings) -> None:
     source = "import time\ndef f(): return time.monotonic()"
     assert findings(cli__a=source, cluster__launch__a=source, table__a=source) == []

@@ -33,6 +33,7 @@ from typing import Any, Literal
 from monolith import concurrency
 from monolith.config import Checked, Problem, Secret, looks_secret
 from monolith.errors import ConfigError, ListenError, MissingExtraError
+from monolith.wire.grpc_ports import import_grpc
 from monolith.wire.proof import CallerProof, PortProof
 
 _log = logging.getLogger(__name__)
@@ -244,7 +245,7 @@ def add_grpc_port(server: Any, address: str, guard: Guard) -> int:
     Raises:
         ListenError: The port is taken, or the address is not of this machine.
     """
-    grpc = _import_grpc()
+    grpc = import_grpc("grpc", "a gRPC connection")
     try:
         if guard.uses_tls:
             credentials = grpc.ssl_server_credentials(
@@ -277,7 +278,7 @@ def grpc_interceptors(
         admit: Told the peer of each call that has sent its first message; see `wire.ports`.
         open_to_all: Methods that are answered without a token, such as health probes.
     """
-    grpc = _import_grpc()
+    grpc = import_grpc("grpc", "a gRPC connection")
     waits = _MessageWaits(message_within)
 
     def refuse(messages: Any, context: Any) -> Any:  # noqa: ARG001
@@ -368,7 +369,7 @@ class _MessageWaits:
 
 def grpc_channel(address: str, guard: Guard, options: Mapping[str, Any] | None = None) -> Any:
     """Return a channel to `address` that presents the certificate and the token. Connects when first used."""
-    grpc = _import_grpc()
+    grpc = import_grpc("grpc", "a gRPC connection")
     settings = dict(options or {})
     if guard.uses_tls:
         if guard.server_name:
@@ -384,7 +385,7 @@ def grpc_channel(address: str, guard: Guard, options: Mapping[str, Any] | None =
 
 def grpc_async_channel(address: str, guard: Guard, options: Mapping[str, Any] | None = None) -> Any:
     """Return a channel as `grpc_channel` does, for the event loop that runs now."""
-    grpc = _import_grpc()
+    grpc = import_grpc("grpc", "a gRPC connection")
     settings = dict(options or {})
     senders = [] if guard.header is None else [_async_token_sender(grpc, guard.header)]
     if not guard.uses_tls:
@@ -538,14 +539,6 @@ def _named(path: Path) -> str:
 def _is_sendable(text: str) -> bool:
     """Whether text can stand in a header."""
     return bool(text) and all("!" <= character <= "~" for character in text)
-
-
-def _import_grpc() -> Any:
-    try:
-        import grpc  # type: ignore[import-untyped]
-    except ImportError as cause:
-        raise MissingExtraError("grpcio", "grpc", "a gRPC connection") from cause
-    return grpc
 
 
 def _import_flight() -> Any:

@@ -27,6 +27,7 @@ from monolith.errors import (
     UnknownModelError,
 )
 from monolith.serve.client_messages import HttpRawReply, WireCall, WireError, retry_seconds
+from monolith.wire.grpc_ports import import_grpc
 from monolith.wire.open_inference import RETRY_HEADER, SERVICE, TIMEOUT_HEADER, service_methods
 
 LARGEST_ANSWER = 1 << 30
@@ -273,7 +274,7 @@ class GrpcTransport:
     """A gRPC channel for threads; all requests share its connection."""
 
     def __init__(self, address: str, guard: Guard) -> None:
-        self._error = _import_grpc().RpcError
+        self._error = import_grpc("serve", "requests over gRPC").RpcError
         self._where = address
         self._methods = _GrpcMethods(grpc_channel(address, guard, _GRPC_OPTIONS))
 
@@ -292,7 +293,7 @@ class AsyncGrpcTransport:
     """A gRPC channel for the event loop that first uses it."""
 
     def __init__(self, address: str, guard: Guard) -> None:
-        self._error = _import_grpc().RpcError
+        self._error = import_grpc("serve", "requests over gRPC").RpcError
         self._where, self._guard = address, guard
         self._methods: _GrpcMethods | None = None
 
@@ -308,11 +309,3 @@ class AsyncGrpcTransport:
     async def close(self) -> None:
         if self._methods is not None:
             await self._methods.channel.close()
-
-
-def _import_grpc() -> Any:
-    try:
-        import grpc  # type: ignore[import-untyped]
-    except ImportError as cause:
-        raise MissingExtraError("grpcio", "serve", "requests over gRPC") from cause
-    return grpc

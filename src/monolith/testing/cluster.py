@@ -39,6 +39,7 @@ from monolith.cluster.discovery import Callback, Closing, PollingWatch, Registra
 from monolith.errors import RetryableError, TransientFilesystemError, UnavailableError
 from monolith.testing.disk import DiskFaults, SimDisk
 from monolith.testing.groups import SimRankNetwork
+from monolith.testing.grpc import SimGrpc
 from monolith.testing.network import NetworkFaults, SimNetwork
 from monolith.testing.scheduler import MachineKilled, SimMachine, SimThread, Simulation, TraceHandler
 
@@ -203,6 +204,7 @@ class SimCluster:
             assert isinstance(stage, SimMachine)
             self.disk.attach(stage)
             stage.transport = self.network.transport(stage)
+            stage.grpc = SimGrpc(self.network, stage)
             play(self)
 
         with _quiet(self.simulation, self._traced):
@@ -218,6 +220,7 @@ class SimCluster:
         )
         made.transport = self.network.transport(made)
         made.ranks = SimRankNetwork(self.network, made)
+        made.grpc = SimGrpc(self.network, made)
         self.disk.attach(made)
         return made
 

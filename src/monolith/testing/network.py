@@ -51,6 +51,8 @@ class SimNetwork:
         self._cut: set[frozenset[str]] = set()
         self.key_servers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         """Of `monolith.testing.groups`, by address; each lives while the rank that serves it holds it."""
+        self.grpc_servers: dict[str, Any] = {}
+        """Of `monolith.testing.grpc`, by address."""
         self.groups: list[Any] = []
         """All process groups of ranks, by number."""
 

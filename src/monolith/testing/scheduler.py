@@ -142,6 +142,8 @@ class SimMachine:
         """A `SimDisk`, if the machine has one."""
         self.kafka: Any = None
         """The client of a `SimKafka`, if the machine uses one."""
+        self.grpc: Any = None
+        """A `SimGrpc`, if the machine is connected to a network."""
 
     def spawn(self, target: Callable[[], object], name: str = "main") -> SimThread:
         """Start a thread of this machine, from any thread of the simulation."""

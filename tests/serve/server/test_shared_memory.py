@@ -34,7 +34,7 @@ PREFIX = f"monolith_{uuid4().hex}_"
 
 @pytest.fixture
 def prefix():
-    """What keys of one test begin with, because objects of earlier ones stay open until they are collected."""
+    """What keys of one test begin with, since objects of earlier ones stay open until they are collected."""
     yield f"{PREFIX}{uuid4().hex[:8]}_"
     for left in FOLDER.glob(f"{PREFIX}*"):
         left.unlink()

@@ -18,7 +18,6 @@ from monolith.cluster.security import HEADER, Guard, add_grpc_port, grpc_interce
 from monolith.concurrency import ThreadPoolExecutor
 from monolith.errors import (
     ForbiddenError,
-    MissingExtraError,
     MonolithError,
     RequestError,
     RequestTooLargeError,
@@ -62,6 +61,7 @@ from monolith.serve.server.shared_memory import (
 )
 from monolith.serve.server.spans import TRACE_HEADERS
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
+from monolith.wire.grpc_ports import import_grpc
 from monolith.wire.open_inference import (
     BF16,
     BINARY_SIZE,
@@ -107,7 +107,7 @@ class GrpcPort:
     def __init__(
         self, inference: Inference, address: str, guard: Guard, peers: ServerProcesses, quotas: Quotas
     ) -> None:
-        grpc = import_grpc()
+        grpc = import_grpc("serve", "serving over gRPC")
         config = inference.config
         guard = guard.for_role("predict")
         self._control = guard.for_role("control")
@@ -686,11 +686,3 @@ def _import_health() -> Any | None:
     except ImportError:
         return None
     return health_pb2
-
-
-def import_grpc() -> Any:
-    try:
-        import grpc  # type: ignore[import-untyped]
-    except ImportError as cause:
-        raise MissingExtraError("grpcio", "serve", "serving over gRPC") from cause
-    return grpc

@@ -38,7 +38,6 @@ from monolith.errors import (
     ConfigError,
     FileMissingError,
     ListenError,
-    MissingExtraError,
     MonolithError,
     ProfilerBusyError,
     RequestError,
@@ -50,6 +49,7 @@ from monolith.train.hook import Hook, TrainingRun
 from monolith.train.hooks.barrier import Barrier, unblocked_indices
 from monolith.train.hooks.profiling import MOST_SECONDS, Trace, Tracer
 from monolith.wire import controller_pb2 as wire
+from monolith.wire.grpc_ports import import_grpc
 from monolith.wire.messages import read_message, write_message
 from monolith.wire.ports import ConnectionGuard, Limits
 
@@ -134,7 +134,7 @@ class ControlServer:
             ListenError: The port is taken.
             ConfigError: Others can reach the address, and nothing is demanded of them.
         """
-        grpc = import_grpc()
+        grpc = import_grpc("grpc", "controlling a running job")
         guard = guard_listener(self._listen_on, self._security)
         if guard.token is None and not guard.uses_tls:
             guard = replace(guard, token=control_token(model_dir))
@@ -418,7 +418,7 @@ class ControlClient:
         security: SecurityConfig | None = None,
         timeout: float = 30.0,
     ) -> None:
-        import_grpc()
+        import_grpc("grpc", "controlling a running job")
         self.address = _chief_address(model_dir) if address is None else address
         self._timeout = timeout
         security = SecurityConfig() if security is None else security
@@ -485,7 +485,7 @@ class ControlClient:
         self.close()
 
     def _call(self, name: str, fields: Mapping[str, Any] | None = None, **options: Any) -> Any:
-        grpc = import_grpc()
+        grpc = import_grpc("grpc", "controlling a running job")
         request, response = _METHODS[name]
         method = self._channel.unary_unary(
             f"/{_SERVICE}/{name}",
@@ -523,12 +523,3 @@ def _translate(grpc: Any, name: str, address: str, cause: Any) -> NoReturn:
         ". No process listens there: the job has ended, was killed, or is being started again" if gone else ""
     )
     raise TrainingError(f"{name} at {address} failed: {code.name}: {details}{hint}") from cause
-
-
-def import_grpc() -> Any:
-    """Return gRPC, which is an optional dependency."""
-    try:
-        import grpc  # type: ignore[import-untyped]
-    except ImportError as cause:
-        raise MissingExtraError("grpcio", "grpc", "controlling a running job") from cause
-    return grpc
