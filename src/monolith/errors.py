@@ -41,7 +41,8 @@ One tree, so that a caller can catch a single error, a group or all of them:
     │   ├── DiscoveryError      a registry refused, was closed, or lost entries      (also OSError)
     │   └── RetryableError      a failure that may be temporary: failover retries
     │       ├── UnavailableError       a peer or a registry is gone                  (also ConnectionError)
-    │       │   └── LostStateError     it restarted, and has lost the state
+    │       │   ├── LostStateError     it restarted, and has lost the state
+    │       │   └── ReplacedError      another process was started in place of this one
     │       ├── OverloadedError        a server has as many requests as its limits allow
     │       ├── DeadlineExceededError  it took longer than allowed                   (also TimeoutError)
     │       │   └── AbsentWorkersError workers of a run did not join it in time
@@ -321,6 +322,13 @@ class RetryableError(ClusterError):
 
 class UnavailableError(RetryableError, ConnectionError):
     """A peer or a registry is gone, or cannot be reached now."""
+
+
+class ReplacedError(UnavailableError):
+    """Another process was started in place of this one, which ends: two of them would undo each other's work.
+
+    A launcher that still wants this process starts it again, and the other one ends.
+    """
 
 
 class FailedPeerError(UnavailableError):
