@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
-from simulation.fleet import FleetShape, work
+from simulation.counting import read_counts
+from simulation.fleet import FOLDER, FleetShape, work
+from simulation.following import CHANNEL, Followers, folder_plan
 
 from monolith.errors import RetryableError, UnavailableError
 from monolith.observe import Metrics
@@ -114,5 +116,28 @@ def test_a_chief_whose_workers_do_not_come_ends_so_that_a_launcher_starts_all_ag
         cluster.start("ps-0", lambda: serve_parameters(task, ps, cluster.discovery()))
         chief = cluster.start("worker-0", lambda: work(task, worker, cluster.discovery()))
         cluster.wait(done=lambda: chief.starts == 2)
+
+    SimCluster(0).run(play)
+
+
+def test_a_chief_whose_delta_channel_stays_away_is_saved_and_ends_so_that_a_launcher_counts_the_restart() -> (
+    None
+):
+    shape = FleetShape(num_ps=1, num_workers=1, batches=4, save_steps=1)
+    task = shape.task()
+
+    def play(cluster: SimCluster) -> None:
+        cluster.disk.cut(CHANNEL, 150.0)
+        ps, worker, plan = shape.config("ps", 0), shape.config("worker", 0), folder_plan(0.25)
+        cluster.start("ps-0", lambda: serve_parameters(task, ps, cluster.discovery(), publish=plan))
+        chief = cluster.start("worker-0", lambda: work(task, worker, cluster.discovery(), plan))
+        cluster.wait(done=lambda: chief.starts == 2)
+        counted = read_counts(task, FOLDER)
+        assert counted is not None
+        counted.check_exactly_once(task)
+        followers = Followers(cluster)
+        followers.start(1)
+        cluster.wait(chief="worker-0")
+        followers.check_equal(counted)
 
     SimCluster(0).run(play)

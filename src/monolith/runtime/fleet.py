@@ -394,6 +394,8 @@ class Fleet:
             pushes={} if listener is None else dict(listener.pushes),
             # One that left and was lost since cannot say so itself, and would train all of its data again.
             left={} if listener is None else dict(listener.left),
+            # By these a process that joins in place of a lost one is told from one that is the first.
+            trained={} if listener is None else dict(listener.trained),
         )
         tell(server, 0, "meeting.begin", body)
 
