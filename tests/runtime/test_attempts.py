@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
-from simulation.fleet import FleetShape, work
+from simulation.counting import read_counts
+from simulation.fleet import FOLDER, FleetShape, work
+from simulation.following import CHANNEL, Followers, folder_plan
 
 from monolith import concurrency
 from monolith.errors import ReplacedError, RetryableError, UnavailableError
@@ -147,3 +149,26 @@ def test_a_worker_that_was_replaced_and_is_back_ends_and_its_successor_trains_on
     ((was_earlier, why),) = ended
     assert was_earlier
     assert why.startswith("cannot rejoin as worker 1: another process has joined as this worker since")
+
+
+def test_a_chief_whose_delta_channel_stays_away_is_saved_and_ends_so_that_a_launcher_counts_the_restart() -> (
+    None
+):
+    shape = FleetShape(num_ps=1, num_workers=1, batches=4, save_steps=1)
+    task = shape.task()
+
+    def play(cluster: SimCluster) -> None:
+        cluster.disk.cut(CHANNEL, 150.0)
+        ps, worker, plan = shape.config("ps", 0), shape.config("worker", 0), folder_plan(0.25)
+        cluster.start("ps-0", lambda: serve_parameters(task, ps, cluster.discovery(), publish=plan))
+        chief = cluster.start("worker-0", lambda: work(task, worker, cluster.discovery(), plan))
+        cluster.wait(done=lambda: chief.starts == 2)
+        counted = read_counts(task, FOLDER)
+        assert counted is not None
+        counted.check_exactly_once(task)
+        followers = Followers(cluster)
+        followers.start(1)
+        cluster.wait(chief="worker-0")
+        followers.check_equal(counted)
+
+    SimCluster(0).run(play)

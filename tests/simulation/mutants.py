@@ -33,6 +33,8 @@ from monolith.runtime.batches import ReadBatch, TrainingBatches
 from monolith.runtime.coordinator import Quiesced
 from monolith.runtime.fleet_placement import ServerPlacement
 from monolith.runtime.messages import BeginServer
+from monolith.runtime.publish_hook import PublishHook
+from monolith.runtime.publishers import RankPublishers
 from monolith.runtime.rank_placement import RankPlacement
 from monolith.runtime.rank_rows import RankShard, RankTables, RowsOnServers
 from monolith.runtime.ranks import RankCoordinator
@@ -44,6 +46,7 @@ from monolith.store.pushes import AppliedPushes
 from monolith.store.rank_groups import Collective
 from monolith.store.server import ParameterServer, _ServedState
 from monolith.sync import Publisher, TableTarget
+from monolith.sync.channel import SnapshotMaker
 from monolith.sync.kafka_writer import KafkaDeltaWriter, _Producer
 from monolith.sync.messages import LearnedUpTo, LogPosition, SnapshotBegin, SnapshotEnd
 from monolith.testing.disk import SimDisk
@@ -291,6 +294,10 @@ def _lost_sum_taken_for_a_sum() -> Sequence[Patch]:
     return [(Collective, "_finish", finish)]
 
 
+def _last_delta_of_a_rank_not_awaited() -> Sequence[Patch]:
+    return [(RankPublishers, "flush", lambda self: self._share.flush())]
+
+
 def _run_of_servers_not_renewed() -> Sequence[Patch]:
     run = "the only run"
 
@@ -443,6 +450,24 @@ def _failed_delta_dropped() -> Sequence[Patch]:
     return [(Publisher, "_fail", fail)]
 
 
+def _last_changes_tried_once() -> Sequence[Patch]:
+    return [(PublishHook, "_publish_last", lambda self, run: self.publishers.flush())]  # noqa: ARG005
+
+
+def _snapshot_not_awaited() -> Sequence[Patch]:
+    return [(SnapshotMaker, "unfinished", lambda self: None)]  # noqa: ARG005
+
+
+def _last_weights_not_published() -> Sequence[Patch]:
+    right = Publisher.flush
+
+    def flush(self: Publisher) -> bool:
+        with mock.patch.object(self, "_dense", self._ask_dense and self._ask_dense()):
+            return right(self)
+
+    return [(Publisher, "flush", flush)]
+
+
 def _delivery_not_awaited() -> Sequence[Patch]:
     right = KafkaDeltaWriter._send
 
@@ -575,6 +600,12 @@ MUTANTS = {
         _run_of_servers_not_renewed,
         24,
     ),
+    "last_delta_of_a_rank_not_awaited": Mutant(
+        "ranks",
+        "Rank 0 ends although another rank has not published its last delta.",
+        _last_delta_of_a_rank_not_awaited,
+        seeds=65,
+    ),
     "rank_leaves_before_the_last_save": Mutant(
         "ranks", "A rank ends before rank 0 has saved everything.", _rank_leaves_before_the_last_save, 1
     ),
@@ -703,6 +734,24 @@ MUTANTS = {
         "A delta that the channel did not take is not sent again.",
         _failed_delta_dropped,
         seeds=45,
+    ),
+    "last_changes_tried_once": Mutant(
+        "publishing",
+        "A run ends although the channel has not taken its last changes.",
+        _last_changes_tried_once,
+        seeds=1,
+    ),
+    "snapshot_not_awaited": Mutant(
+        "publishing",
+        "A run ends although the snapshot that its readers start with is not written.",
+        _snapshot_not_awaited,
+        seeds=1,
+    ),
+    "last_weights_not_published": Mutant(
+        "publishing",
+        "The last delta of a run has new weights only if it is time for them.",
+        _last_weights_not_published,
+        seeds=1,
     ),
     "delivery_not_awaited": Mutant(
         "publishing", "A delta counts as sent before Kafka has it.", _delivery_not_awaited, 74

@@ -20,7 +20,13 @@ from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import get_local_host
 from monolith.cluster.run_token import rank_security
 from monolith.cluster.security import guard_listener
-from monolith.errors import AbsentWorkersError, FailedPeerError, ReplacedError, RetryableError
+from monolith.errors import (
+    AbsentWorkersError,
+    FailedPeerError,
+    ReplacedError,
+    RetryableError,
+    UnpublishedError,
+)
 from monolith.observe import Metrics
 from monolith.runtime import Coordinator, Fleet, FleetCoordinator, TrainReport, join_fleet
 from monolith.runtime.cluster_config import FailoverConfig
@@ -157,10 +163,11 @@ class SharedTraining:
                     # If both processes of this worker retried, each would end the attempts of the other. A
                     # process that is wanted is started again by its launcher.
                     raise
-                if isinstance(error, AbsentWorkersError):
-                    # They will not come in a second attempt, either. A worker may have learned that an
-                    # earlier chief has ended the run, and have ended well while this chief started: then a
-                    # launcher starts it again only together with the chief.
+                if isinstance(error, (AbsentWorkersError, UnpublishedError)):
+                    # Workers will not come in a second attempt, either. One may have learned that an earlier
+                    # chief has ended the run, and have ended well while this chief started: then a launcher
+                    # starts it again only together with the chief. A delta channel that cannot be reached was
+                    # waited for already; a launcher, which counts restarts, or an operator decides what next.
                     raise
                 self.retries.lost(error)
 
@@ -227,6 +234,8 @@ class SharedTraining:
                         # Another process has joined as this rank: this one was replaced, and came back. If
                         # both retried, each would end the attempts of the other. A process that is wanted is
                         # started again by its launcher.
+                        raise
+                    if isinstance(error, UnpublishedError):  # see `train_on_servers`
                         raise
                     if is_restarted_by_launcher(environ):
                         if isinstance(error, FailedPeerError):
