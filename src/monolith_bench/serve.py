@@ -45,6 +45,7 @@ from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.inference import Inference, InferRequest
 from monolith.serve.server.tensors import WireTensor, raw_bytes
 from monolith.wire.open_inference import message_types
+from monolith_bench.dense_ways import measure_dense
 from monolith_bench.marked_events import FreshnessJob
 from monolith_bench.marked_trainer import export_filled
 from monolith_bench.options import BenchServeOptions
@@ -95,6 +96,8 @@ def run(options: BenchServeOptions) -> int:
         begun = time.perf_counter()
         with Predictor(str(root), show=False) as predictor:
             report.add("load", "seconds", time.perf_counter() - begun, "s")
+            if "dense" in options.parts:
+                measure_dense(report, options)
             if "predictor" in options.parts:
                 measure_alone(report, predictor, options)
             if "served" in options.parts:

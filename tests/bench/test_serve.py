@@ -121,3 +121,9 @@ def test_texts_are_compared_with_whole_numbers_and_in_ranking_requests_with_full
         and one["baseline"].endswith(f"{way}, {baseline}")
     ]
     assert {one["metric"] for one in compared} >= {"requests_per_s", "p50", "p99"}
+
+
+def test_the_ways_to_run_a_dense_half_are_compared_with_that_of_a_server(report: dict[str, Any]) -> None:
+    found = {one["case"]: one["baseline"] for one in report["results"] if one["metric"] == "processor_us"}
+    assert found["dense half, batch 2, recorded"] is None
+    assert found["dense half, batch 2, by Python"] == "dense half, batch 2, recorded"
