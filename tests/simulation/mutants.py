@@ -790,7 +790,7 @@ MUTANTS = {
         "elastic",
         "A file that a worker returns to the queue is read again from its start.",
         _given_back_from_its_start,
-        5,
+        15,
     ),
     "failed_save_counts": Mutant(
         "checkpoints", "Changes of a save that failed count as saved.", _failed_save_counts, 224
