@@ -27,5 +27,6 @@ void bind_csv(nanobind::module_& m);
 void bind_json(nanobind::module_& m);
 void bind_row_gather(nanobind::module_& m);
 void bind_cuda_driver(nanobind::module_& m);
+void bind_http_load(nanobind::module_& m);
 
 }  // namespace monolith

@@ -25,6 +25,7 @@ NB_MODULE(_core, m) {
   monolith::bind_json(m);
   monolith::bind_row_gather(m);
   monolith::bind_cuda_driver(m);
+  monolith::bind_http_load(m);
   m.def("keep_freed_memory", &monolith::keep_freed_memory,
         "Lets malloc keep what is freed, in place of giving it back to the system.");
 }

@@ -49,10 +49,23 @@ class DistinctIds {
 
   std::size_t size() const { return size_; }
 
+  // How many places a search for an id looks at, the free one included if the id is not there.
+  std::size_t probes(std::int64_t id) const {
+    const std::size_t mask = numbers_.size() - 1;
+    std::size_t at = home(id), count = 1;
+    for (; numbers_[at] != kFree && ids_[numbers_[at]] != id; at = (at + 1) & mask) ++count;
+    return count;
+  }
+
  private:
   static constexpr std::uint32_t kFree = UINT32_MAX;
 
-  std::size_t home(std::int64_t id) const { return mix(id) >> 1 >> (63 - bits_); }
+  // Tables keep their rows in the order of mix(id), by its high bits or by its low ones. Consecutive ids of a
+  // table have nearly the same of those bits, so all of them would begin at a few places here. The high bits
+  // of a product depend on all bits of the hash.
+  std::size_t home(std::int64_t id) const { return mix(id) * kSpread >> 1 >> (63 - bits_); }
+
+  static constexpr std::uint64_t kSpread = 0x9e3779b97f4a7c15ULL;  // 2^64 by the golden ratio; odd
 
   const int bits_;
   std::vector<std::uint32_t> numbers_;  // by hash, a third of them free at least

@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "check.h"
+#include "distinct_ids.h"
 #include "fid.h"
+#include "hash.h"
 #include "layouts.h"
 
 namespace {
@@ -45,6 +47,37 @@ void distinct_ids_are_numbered_as_they_come() {
   CHECK(!batch->one_each());
   CHECK(layouts.plan(Ids{5, 6}, Ids{0, 1, 2}, Bytes{0, 0}, Ids{0, 1}, 1)->one_each());
   CHECK(layouts.plan(Ids{5, 6, 7}, Ids{0, 2, 3}, Bytes{0, 0}, Ids{-1, 1}, 1)->one_each());
+}
+
+// Ids whose hashes are `first`, `first + step` and so on: a stretch of the rows of a table.
+Ids ids_in_table_order(std::size_t count, std::uint64_t first, std::uint64_t step) {
+  Ids ids;
+  for (std::size_t i = 0; i < count; ++i) ids.push_back(unmix(first + i * step + mix(i) % step));
+  return ids;
+}
+
+double mean_probes(const Ids& ids) {
+  Ids once(ids.size()), counts(ids.size());
+  DistinctIds distinct(ids.size(), once.data(), counts.data());
+  for (const std::int64_t id : ids) distinct.number(id);
+  double probes = 0;
+  for (const std::int64_t id : ids) probes += static_cast<double>(distinct.probes(id));
+  return probes / static_cast<double>(ids.size());
+}
+
+void ids_in_the_order_of_a_table_are_found_as_fast_as_others() {
+  constexpr std::size_t kCount = 8192;
+  Ids random;
+  for (std::size_t i = 0; i < kCount; ++i) random.push_back(static_cast<std::int64_t>(mix(mix(i) + 1)));
+  CHECK(mean_probes(random) < 2);
+  for (const std::uint64_t rows : {std::uint64_t{100'000}, std::uint64_t{10'000'000}, std::uint64_t{1} << 32})
+    for (const std::uint64_t first : {std::uint64_t{0}, std::uint64_t{5} << 60})
+      CHECK(mean_probes(ids_in_table_order(kCount, first, UINT64_MAX / rows)) < 2);  // by high bits
+  for (const int bits : {13, 20, 32}) {                                              // by low bits
+    Ids ids;
+    for (std::size_t i = 0; i < kCount; ++i) ids.push_back(unmix(mix(i + 1) >> bits << bits | 3));
+    CHECK(mean_probes(ids) < 2);
+  }
 }
 
 void outputs_are_gathered_and_gradients_scattered() {
@@ -253,6 +286,8 @@ void fids_have_slot_and_signature() {
 int main() {
   return check::run({
       {"distinct ids are numbered as they come", distinct_ids_are_numbered_as_they_come},
+      {"ids in the order of a table are found as fast as others",
+       ids_in_the_order_of_a_table_are_found_as_fast_as_others},
       {"outputs are gathered and gradients scattered", outputs_are_gathered_and_gradients_scattered},
       {"weights multiply rows and their gradients", weights_multiply_rows_and_their_gradients},
       {"what does not fit is refused", what_does_not_fit_is_refused},

@@ -41,7 +41,9 @@ One tree, so that a caller can catch a single error, a group or all of them:
     │   ├── DiscoveryError      a registry refused, was closed, or lost entries      (also OSError)
     │   └── RetryableError      a failure that may be temporary: failover retries
     │       ├── UnavailableError       a peer or a registry is gone                  (also ConnectionError)
-    │       │   └── LostStateError     it restarted, and has lost the state
+    │       │   ├── LostStateError     it restarted, and has lost the state
+    │       │   ├── ReplacedError      another process was started in place of this one
+    │       │   └── UnpublishedError   the delta channel did not take the last changes of a run
     │       ├── OverloadedError        a server has as many requests as its limits allow
     │       ├── DeadlineExceededError  it took longer than allowed                   (also TimeoutError)
     │       │   └── AbsentWorkersError workers of a run did not join it in time
@@ -323,6 +325,13 @@ class UnavailableError(RetryableError, ConnectionError):
     """A peer or a registry is gone, or cannot be reached now."""
 
 
+class ReplacedError(UnavailableError):
+    """Another process was started in place of this one, which ends: two of them would undo each other's work.
+
+    A launcher that still wants this process starts it again, and the other one ends.
+    """
+
+
 class FailedPeerError(UnavailableError):
     """Another process reported why it cannot continue."""
 
@@ -332,6 +341,11 @@ class FailedPeerError(UnavailableError):
 
 class LostStateError(UnavailableError):
     """A server restarted or started another run, and has lost the state that the caller works on."""
+
+
+class UnpublishedError(UnavailableError):
+    """The delta channel did not take the last changes of a run, which are saved; its next start publishes
+    them."""
 
 
 class OverloadedError(RetryableError):

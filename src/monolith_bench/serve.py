@@ -13,8 +13,8 @@ divided by the requests that were answered. It depends less on what else the mac
 client's own is reported next to it.
 
 Requests that rank 500 items for one user are compared with the same requests in full rows, requests of texts
-with those of whole numbers, and two runners with one. Last, a two-tower model is asked for the best 10 items
-of catalogues.
+with those of whole numbers, and two runners and two processes with one. Last, a two-tower model is asked for
+the best 10 items of catalogues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.inference import Inference, InferRequest
 from monolith.serve.server.tensors import WireTensor, raw_bytes
 from monolith.wire.open_inference import message_types
+from monolith_bench.dense_ways import measure_dense
 from monolith_bench.marked_events import FreshnessJob
 from monolith_bench.marked_trainer import export_filled
 from monolith_bench.options import BenchServeOptions
@@ -57,8 +58,6 @@ NAME = "deepfm"
 START_SECONDS = 600.0
 BEST = 10
 """How many items a top-k request asks for."""
-RUNNER_CONNECTIONS = 8
-"""Callers of servers with one runner and with two."""
 BARE = "the bare predictor"
 TORCH = "plain torch, eager"
 FUSED = "plain torch, eager, one table"
@@ -97,13 +96,21 @@ def run(options: BenchServeOptions) -> int:
         begun = time.perf_counter()
         with Predictor(str(root), show=False) as predictor:
             report.add("load", "seconds", time.perf_counter() - begun, "s")
-            measure_alone(report, predictor, options)
-            measure_served(report, predictor, root, options)
+            if "dense" in options.parts:
+                measure_dense(report, options)
+            if "predictor" in options.parts:
+                measure_alone(report, predictor, options)
+            if "served" in options.parts:
+                measure_served(report, predictor, root, options)
+        if "ranking" in options.parts:
             with served(root) as ports:
                 measure_ranking(report, ports, options)
+        if "runners" in options.parts:
             measure_runners(report, root, options)
-        measure_texts(report, Path(folder), options)
-        measure_topk(report, Path(folder), options)
+        if "texts" in options.parts:
+            measure_texts(report, Path(folder), options)
+        if "topk" in options.parts:
+            measure_topk(report, Path(folder), options)
     report.finish()
     if options.json:
         report.print_json()
@@ -284,26 +291,30 @@ def _compare(
 
 
 def measure_runners(report: Report, root: Path, options: BenchServeOptions) -> None:
-    """Compare a server that computes two batches at a time with one that computes one, by turns."""
-    case = ServeCase(max(options.batches), RUNNER_CONNECTIONS)
-    (columns,) = columns_of(options, case.batch, 1)
-    report.say(f"one runner and two, {case}")
-    rounds: dict[int, list[LoadSeen]] = {1: [], 2: []}
-    with served(root) as one, served(root, "--runners", "2") as two:
-        for _ in range(options.repeats):
-            for runners, ports in ((1, one), (2, two)):
-                request = http_request(columns, binary=True)
-                wire = Wire("http", ports["http"], int(ports["process"]), request)
-                rounds[runners].append(over_wire(wire, case, options.seconds / options.repeats))
-    baseline = f"{case}, HTTP, binary, 1 runner"
-    alone, both = (_numbers(best_of(seen)) for seen in rounds.values())
-    for metric, (value, unit) in alone.items():
-        report.add(baseline, metric, value, unit)
-        if metric in both:
-            report.compare(
-                f"{case}, HTTP, binary, 2 runners", metric, both[metric][0], unit, {baseline: value}
-            )
-    report.show("Two batches at a time compared with one, one process")
+    """Compare servers that compute two batches at a time, on threads and in processes, with one that computes
+    one, by turns."""
+    kinds = {"1 runner": (), "2 runners": ("--runners", "2"), "2 processes": ("--processes", "2")}
+    with ExitStack() as stack:
+        ports = {name: stack.enter_context(served(root, *words)) for name, words in kinds.items()}
+        for case in (
+            ServeCase(batch, connections) for batch in options.batches for connections in options.connections
+        ):
+            report.say(f"one runner, two, and two processes, {case}")
+            (columns,) = columns_of(options, case.batch, 1)
+            request = http_request(columns, binary=True)
+            rounds: dict[str, list[LoadSeen]] = {name: [] for name in kinds}
+            for _ in range(options.repeats):
+                for name, one in ports.items():
+                    wire = Wire("http", one["http"], int(one["process"]), request)
+                    rounds[name].append(over_wire(wire, case, options.seconds / options.repeats))
+            found = {f"{case}, HTTP, binary, {name}": best_of(seen) for name, seen in rounds.items()}
+            (baseline, alone), *others = found.items()
+            for metric, (value, unit) in _numbers(alone).items():
+                report.add(baseline, metric, value, unit)
+                for name, seen in others:
+                    if (number := _numbers(seen).get(metric)) is not None:
+                        report.compare(name, metric, number[0], unit, {baseline: value})
+            report.show(f"Two batches at a time compared with one, {case}")
 
 
 def measure_topk(report: Report, folder: Path, options: BenchServeOptions) -> None:

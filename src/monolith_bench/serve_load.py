@@ -1,7 +1,7 @@
 """Load for a server: so many connections that each ask again as soon as they are answered.
 
-Runs in a process of its own, so that the server does not wait for its client, and speaks as little Python as
-it can: what is sent is made once, and of an answer only its status is read.
+Runs in a process of its own, so that the server does not wait for its client. What is sent is made once, and
+of an answer only its status is read: over HTTP by the core, without Python, and over gRPC by `grpc_caller`.
 
     python -c COMMAND http 127.0.0.1:8000 8 2.0 4711 < request
 
@@ -16,11 +16,11 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from monolith import native
 from monolith_bench.grpc_caller import GrpcCaller
 
 COMMAND = "import sys; from monolith_bench.serve_load import main; sys.exit(main(sys.argv[1:]))"
@@ -43,7 +43,7 @@ class LoadSeen:
     processor: float = 0.0
     """Seconds of processor time of the server meanwhile, user and system."""
     client: float = 0.0
-    """Seconds of processor time of the client; 0 if it is no process of its own."""
+    """Seconds of processor time of the client while it asks; 0 if it is no process of its own."""
 
 
 def main(words: list[str]) -> int:
@@ -51,10 +51,10 @@ def main(words: list[str]) -> int:
     kind, address, connections, seconds, process = words
     request = sys.stdin.buffer.read()
     load(kind, address, request, int(connections), _WARM_UP)
-    before, own = processor_seconds(int(process)), time.process_time()
+    before = processor_seconds(int(process))
     report = load(kind, address, request, int(connections), float(seconds))
-    client, used = time.process_time() - own, processor_seconds(int(process)) - before
-    sys.stdout.write(json.dumps(asdict(replace(report, processor=used, client=client))) + "\n")
+    used = processor_seconds(int(process)) - before
+    sys.stdout.write(json.dumps(asdict(replace(report, processor=used))) + "\n")
     return 0
 
 
@@ -76,111 +76,44 @@ def load(kind: str, address: str, request: bytes, connections: int, seconds: flo
         kind: "http", where `request` is all that goes over the connection, or "grpc", where it is a message.
         address: host:port.
     """
+    host, _, port = address.rpartition(":")
+    if kind == "http":
+        seen = native.load_http(host, int(port), request, connections, seconds, _PATIENCE)
+        answers = sum(seen.answers.values())
+        return LoadSeen(
+            requests=answers,
+            failed=answers - seen.answers.get(200, 0) + seen.closed,
+            seconds=seen.seconds,
+            p50=seen.quantile(0.50),
+            p99=seen.quantile(0.99),
+            client=seen.processor_seconds,
+        )
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        ask = _load_http if kind == "http" else _load_grpc
-        return runner.run(ask(address, request, connections, seconds))
+        return runner.run(_load_grpc(host, int(port), request, connections, seconds))
 
 
-class HttpCaller(asyncio.Protocol):
-    """One connection over HTTP: asks, and asks again when the answer is whole."""
-
-    def __init__(self, request: bytes, seen: list[float], failed: list[int], end: float) -> None:
-        self._request = request
-        self._seen = seen
-        self._failed = failed
-        self._end = end
-        self._read = bytearray()
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        self._ask()
-
-    def _ask(self) -> None:
-        self._begun = time.perf_counter()
-        self._transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self._read += data
-        head = self._read.find(b"\r\n\r\n")
-        if head < 0:
-            return
-        at = self._read.find(b"content-length: ")
-        size = int(self._read[at + 16 : self._read.find(b"\r\n", at)])
-        if len(self._read) < head + 4 + size:
-            return
-        now = time.perf_counter()
-        self._seen.append(now - self._begun)
-        if self._read[9:12] != b"200":
-            self._failed.append(1)
-        self._read.clear()
-        if now < self._end:
-            self._ask()
-        else:
-            self._finish()
-
-    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
-        if not self.done.done():
-            self._failed.append(1)
-            self.done.set_result(None)
-
-    def _finish(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-        self._transport.close()
-
-
-Caller = HttpCaller | GrpcCaller
-
-
-async def _load_http(address: str, request: bytes, connections: int, seconds: float) -> LoadSeen:
+async def _load_grpc(host: str, port: int, request: bytes, connections: int, seconds: float) -> LoadSeen:
+    """Connect as often as asked, and wait until every caller is done."""
     seen: list[float] = []
     failed: list[int] = []
-    end = time.perf_counter() + seconds
-
-    def caller() -> HttpCaller:
-        return HttpCaller(request, seen, failed, end)
-
-    return await _until_done(address, caller, connections, seconds, (seen, failed))
-
-
-async def _load_grpc(address: str, request: bytes, connections: int, seconds: float) -> LoadSeen:
-    seen: list[float] = []
-    failed: list[int] = []
-    end = time.perf_counter() + seconds
+    begun, used = time.perf_counter(), time.process_time()
+    end = begun + seconds
 
     def caller() -> GrpcCaller:
-        return GrpcCaller(GRPC_METHOD, address, request, seen=seen, failed=failed, end=end)
+        return GrpcCaller(GRPC_METHOD, f"{host}:{port}", request, seen=seen, failed=failed, end=end)
 
-    return await _until_done(address, caller, connections, seconds, (seen, failed))
-
-
-async def _until_done(
-    address: str,
-    make: Callable[[], Caller],
-    connections: int,
-    seconds: float,
-    noted: tuple[list[float], list[int]],
-) -> LoadSeen:
-    """Connect as often as asked, and wait until every caller is done."""
-    host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
-    begun = time.perf_counter()
-    callers = [(await loop.create_connection(make, host, int(port)))[1] for _ in range(connections)]
+    callers = [(await loop.create_connection(caller, host, port))[1] for _ in range(connections)]
     async with asyncio.timeout(seconds + _PATIENCE):
         await asyncio.gather(*(caller.done for caller in callers))
-    seen, failed = noted
-    return _report(seen, len(failed), time.perf_counter() - begun)
-
-
-def _report(seen: list[float], failed: int, seconds: float) -> LoadSeen:
     ordered = sorted(seen)
     return LoadSeen(
         requests=len(seen),
-        failed=failed,
-        seconds=seconds,
+        failed=len(failed),
+        seconds=time.perf_counter() - begun,
         p50=percentile(ordered, 0.50),
         p99=percentile(ordered, 0.99),
+        client=time.process_time() - used,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from monolith.serve.manifest import (
 )
 from monolith.serve.predictor import GRAPH, WEIGHTS
 from monolith.serve.request_reader import RequestReader
-from monolith.serve.tracing import trace_dense
+from monolith.serve.tracing import TracedDense, trace_dense
 from monolith.serve.versions import NewVersion
 from monolith.sync.messages import LogPosition
 from monolith.table import FrozenSegment, write_frozen_table
@@ -60,11 +60,7 @@ def write_deepfm(
     Returns:
         The floats in a row of each table.
     """
-    spec = FeatureSpec(
-        features={name: IdFeature(kind="string" if texts else "int") for name in names_of(options.features)}
-    )
-    model = DeepFM(spec, dim=options.dim, hidden=options.hidden, seed=options.seed, threads=1).eval()
-    traced = trace_dense(model, _predictions, heads=(HEAD,))
+    spec, model, traced = traced_deepfm(options, texts=texts)
     filesystem.make_dirs(str(root))
     with NewVersion(str(root), "1", "bench") as new:
         for part in ("tables", "dense"):
@@ -105,6 +101,16 @@ def write_deepfm(
         write_servable(new.folder, servable)
         new.commit()
     return {name: table.dim for name, table in tables.items()}
+
+
+def traced_deepfm(
+    options: BenchServeOptions, *, texts: bool = False
+) -> tuple[FeatureSpec, DeepFM, TracedDense]:
+    """Return the model without rows, its features, and the graph of its dense half."""
+    kind: Literal["int", "string"] = "string" if texts else "int"
+    spec = FeatureSpec(features={name: IdFeature(kind=kind) for name in names_of(options.features)})
+    model = DeepFM(spec, dim=options.dim, hidden=options.hidden, seed=options.seed, threads=1).eval()
+    return spec, model, trace_dense(model, _predictions, heads=(HEAD,))
 
 
 def _write_tables(

@@ -79,9 +79,10 @@ def test_processor_time_of_the_client_is_reported_apart_from_that_of_the_server(
     assert cases.isdisjoint({f"{CASE}, the bare predictor", f"{CASE}, in-process"})
 
 
-def test_two_runners_are_compared_with_one(report: dict[str, Any]) -> None:
-    case = "batch 2, 8 connections, HTTP, binary"
-    found = {one["metric"]: one for one in report["results"] if one["case"] == f"{case}, 2 runners"}
+@pytest.mark.parametrize("what", ["2 runners", "2 processes"])
+def test_two_runners_and_two_processes_are_compared_with_one(report: dict[str, Any], what: str) -> None:
+    case = f"{CASE}, HTTP, binary"
+    found = {one["metric"]: one for one in report["results"] if one["case"] == f"{case}, {what}"}
     assert {"requests_per_s", "p50", "p99"} <= found.keys()
     assert {one["baseline"] for one in found.values()} == {f"{case}, 1 runner"}
 
@@ -120,3 +121,9 @@ def test_texts_are_compared_with_whole_numbers_and_in_ranking_requests_with_full
         and one["baseline"].endswith(f"{way}, {baseline}")
     ]
     assert {one["metric"] for one in compared} >= {"requests_per_s", "p50", "p99"}
+
+
+def test_the_ways_to_run_a_dense_half_are_compared_with_that_of_a_server(report: dict[str, Any]) -> None:
+    found = {one["case"]: one["baseline"] for one in report["results"] if one["metric"] == "processor_us"}
+    assert found["dense half, batch 2, recorded"] is None
+    assert found["dense half, batch 2, by Python"] == "dense half, batch 2, recorded"

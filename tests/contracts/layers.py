@@ -26,6 +26,8 @@ from monolith.nn.layers import (
     CDot,
     Dense,
     GroupInt,
+    GRUEncoder,
+    HSTUEncoder,
     IRazor,
     LayerNorm,
     LHUCTower,
@@ -34,6 +36,7 @@ from monolith.nn.layers import (
     MMoELayer,
     MonitoredReLU,
     PReLU,
+    SASRecEncoder,
     SeNet,
     SumPooling,
 )
@@ -87,6 +90,16 @@ LAYERS: Mapping[str, LayerCase] = {
         lambda: DIEN(2, 3, 4, att_type="AUGRU"), lambda: (torch.randn(4, 2), torch.randn(4, 3, 3))
     ),
     "DMRU2I": LayerCase(lambda: DMRU2I(3, 2, 3, 8), lambda: (torch.randn(4, 2), torch.randn(4, 3, 3), MASK)),
+    "HSTUEncoder": LayerCase(
+        lambda: HSTUEncoder(4, 6, heads=2),
+        lambda: (torch.randn(5, 4), torch.tensor([0, 3, 3, 5]), torch.tensor([0, 60, 3600, 0, 86400])),
+    ),
+    "SASRecEncoder": LayerCase(
+        lambda: SASRecEncoder(4, 6, heads=2), lambda: (torch.randn(5, 4), torch.tensor([0, 3, 3, 5]))
+    ),
+    "GRUEncoder": LayerCase(
+        lambda: GRUEncoder(4, 6), lambda: (torch.randn(5, 4), torch.tensor([0, 3, 3, 5]))
+    ),
     "LHUCTower": LayerCase(
         lambda: LHUCTower(3, (8, 2), lhuc_features=5, lhuc_output_dims=(8,)),
         lambda: (torch.randn(4, 3), torch.randn(4, 5)),

@@ -16,7 +16,7 @@ from monolith.errors import DeadlineExceededError, OverloadedError
 from monolith.serve.config import BatchingConfig, ServeLimits
 from monolith.serve.predictor import Prediction
 from monolith.serve.server import batching
-from monolith.serve.server.batching import Quotas, RequestBatcher
+from monolith.serve.server.batching import ModelCall, Quotas, RequestBatcher
 from monolith.serve.server.tensors import RequestColumns
 from monolith.testing.interleavings import explore, run_threads
 
@@ -34,9 +34,17 @@ def answering(
     patience: float | None = None,
     fails: int = 0,
     max_rows: int = 3,
+    long_batch: float = 0.0,
+    threads: int = 0,
     **config: object,
 ) -> Callable[[], None]:
-    """Requests of 1 and 2 rows, at once; each must get the double of its own numbers, or a known error."""
+    """Requests of 1 and 2 rows, at once; each must get the double of its own numbers, or a known error.
+
+    Args:
+        long_batch: Batches take 10 ms. If they are long when shorter, a second runner starts at once; if not,
+            it starts as well, because those before took longer, and stops after a batch.
+        threads: If not 0, so many threads ask together, each for several requests.
+    """
 
     def scenario() -> None:
         running = most_running = asked = 0
@@ -64,23 +72,48 @@ def answering(
             limits=ServeLimits(queue=queue),
             clock=concurrency.monotonic,
             report=lambda _, rows: reported.append(rows),
+            long_batch=long_batch,
         )
+        batcher._recent.extend([1.0] * len(batcher._recent))
         answered = [0] * requests
 
+        def rows_of(number: int) -> list[int]:
+            return [10 * number + 1, 10 * number + 2][: 1 + number % 2]
+
+        def ask_for(numbers: list[int]) -> None:
+            deadline = None if patience is None else concurrency.monotonic() + patience
+            calls = [ModelCall(columns(*rows_of(one)), deadline, 5 - one % 3) for one in numbers]
+            for number, found in zip(numbers, batcher.run_all(calls), strict=True):
+                if isinstance(found, Exception):
+                    check_error(found)
+                else:
+                    assert found.outputs["y"].tolist() == [2 * one for one in rows_of(number)]
+                    answered[number] = len(rows_of(number))
+
+        def check_error(error: Exception) -> None:
+            if isinstance(error, DeadlineExceededError | OverloadedError):
+                assert patience is not None or queue < requests
+            elif isinstance(error, ValueError):
+                assert fails
+            else:
+                raise error
+
         def request(number: int) -> None:
-            mine = [10 * number + 1, 10 * number + 2][: 1 + number % 2]
+            mine = rows_of(number)
             deadline = None if patience is None else concurrency.monotonic() + patience
             try:
                 found = batcher.run(columns(*mine), deadline)
-            except (DeadlineExceededError, OverloadedError):
-                assert patience is not None or queue < requests
-            except ValueError:
-                assert fails
+            except Exception as error:
+                check_error(error)
             else:
                 assert found.outputs["y"].tolist() == [2 * one for one in mine]
                 answered[number] = len(mine)
 
-        run_threads(*(lambda number=number: request(number) for number in range(requests)))
+        if threads:
+            parts = [list(range(first, requests, threads)) for first in range(threads)]
+            run_threads(*(lambda part=part: ask_for(part) for part in parts))
+        else:
+            run_threads(*(lambda number=number: request(number) for number in range(requests)))
         assert most_running <= settings.runners
         assert sum(reported) >= sum(answered)
         assert batcher._leaders == 0
@@ -98,6 +131,9 @@ FULL = answering(4, queue=1)
 FAILING = answering(3, fails=2)
 PIECES = answering(4, max_rows=1)
 PIECES_OF_TWO = answering(4, max_rows=1, runners=2, patience=0.035)
+SHORT_BATCHES = answering(5, runners=2, max_rows=2, long_batch=0.02)
+TOGETHER = answering(6, threads=2, max_rows=2, runners=2, long_batch=0.02)
+TOGETHER_LATE = answering(6, threads=2, max_rows=1, patience=0.035)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +147,9 @@ PIECES_OF_TWO = answering(4, max_rows=1, runners=2, patience=0.035)
         pytest.param(FAILING, id="a model that fails"),
         pytest.param(PIECES, id="requests in pieces"),
         pytest.param(PIECES_OF_TWO, id="pieces, two runners and deadlines"),
+        pytest.param(SHORT_BATCHES, id="a runner that stops"),
+        pytest.param(TOGETHER, id="several requests of a thread, two runners"),
+        pytest.param(TOGETHER_LATE, id="several requests of a thread, pieces and deadlines"),
     ],
 )
 def test_every_request_is_answered_with_its_own_rows(scenario: Callable[[], None], schedules: int) -> None:

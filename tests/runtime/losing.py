@@ -25,6 +25,7 @@ from monolith.runtime.publish_shard import PublishPlan
 from monolith.runtime.server_calls import ServerCalls
 from monolith.runtime.standbys import CopyPlan, Standbys, UsedServer
 from monolith.store import ParameterServer, ServerGroup
+from monolith.sync.publish_messages import Flushed
 from monolith.train import Hook, SaveConfig, TrainConfig
 
 SOON = timedelta(seconds=0.1)
@@ -65,9 +66,9 @@ class BreakingShare(ServedShard):
         self._may_break("tables.write")
         return super()._write(body)
 
-    def _flush(self, body: Any) -> None:
+    def _flush(self, body: Any) -> Flushed:
         self._may_break("publish.flush")
-        super()._flush(body)
+        return super()._flush(body)
 
     def _restore(self, body: Any) -> Any:
         self._may_break("tables.restore")

@@ -161,6 +161,39 @@ def test_a_service_that_takes_over_waits_for_the_earlier_members_only(clock: Clo
 # Where the chief deals the work out
 
 
+def test_a_worker_that_is_lost_together_with_server_0_departs(clock: Clock) -> None:
+    call = keeps_going(clock)
+    call.join(1)
+    call("news", run="r", worker=1, member="process", seen=-1, wait=0, examples=9)
+    news = call.news(0)
+    told = {key: news[key] for key in ("present", "joined", "trained")}
+    other = Caller(CoordinationService(2, max_workers=4, clock=clock))
+    begin = {"run": "r", "num_workers": 2, "max_workers": 4, "keep_going": True}
+    other("begin", **begin, **told, safe={"1": state(6)})
+    other("open", run="r", start=START)
+    assert other.join(1, "another process") == NOT_YET, "the work of the lost one comes first"
+    assert list(other.news(0)["departing"]) == ["1"]
+    other("given_back", run="r", worker=1, number=1, state=state(6))
+    assert other.join(1, "another process")["run"] == "r"
+    (lost,) = other.news(0)["returned"]
+    assert (lost["worker"], lost["records"], lost["by_others"]) == (1, 3, True)
+
+
+def test_a_worker_whose_work_was_given_back_before_server_0_was_lost_is_not_reported(clock: Clock) -> None:
+    call = keeps_going(clock)
+    call.join(1)
+    leave(call, 1, 5)
+    call("given_back", run="r", worker=1, number=1, state=state(5))
+    news = call.news(0)
+    told = {key: news[key] for key in ("present", "trained")}
+    other = Caller(CoordinationService(2, max_workers=4, clock=clock))
+    begin = {"run": "r", "num_workers": 2, "max_workers": 4, "keep_going": True, "joined": [1]}
+    other("begin", **begin, **told, gone={"1": state(5)})
+    other("open", run="r", start=START)
+    assert other.join(1, "another process")["run"] == "r"
+    assert other.news(0)["returned"] == []
+
+
 def arrived(call: Caller, number: int) -> int:
     """Have workers 1 and 2 stand still; return the number of the halt."""
     halt: int = call("halt", run="r")["halt"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monolith.runtime.losses import LostServer
+from monolith.runtime.losses import LostServer, LostWorker
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,8 @@ def test_workers_that_could_not_be_counted_are_named_with_the_reason(
         uncounted_why=why,
     )
     assert found.describe().endswith(said)
+
+
+def test_a_worker_of_which_it_is_not_known_whether_it_had_trained_is_described_so() -> None:
+    said = LostWorker(worker=2, records=None, seconds=0.0).describe()
+    assert said.startswith("worker 2 joined after server 0 was lost, which alone knew whether")

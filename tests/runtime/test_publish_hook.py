@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from store.fleets import wait_until
 from torch import nn
@@ -18,17 +19,20 @@ from train.tasks import Clicks
 
 from monolith.checkpoint import read_manifest
 from monolith.data import Stream
+from monolith.errors import UnpublishedError
 from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.nn import Target
 from monolith.runtime import LocalRun, Trainer
 from monolith.runtime.publish_hook import copied
-from monolith.sync import GuardConfig, LogPosition, Subscriber, TableTarget
+from monolith.sync import GuardConfig, LogPosition, MemoryChannel, Subscriber, TableTarget
 from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.table import NativeTable, Sgd, iterate
 from monolith.train import AlertConfig, Hook, Mode, SaveConfig, TrainConfig
 
 TASK = Clicks(batches=12)
+SELDOM = replace(OFTEN, interval=timedelta(hours=1))
+"""Only the last delta has all changes."""
 QUIET = TrainConfig(summary_every_steps=None)
 
 
@@ -127,6 +131,101 @@ def test_an_unreachable_channel_does_not_stop_training() -> None:
     assert following.values == last.values
     said = following.metrics.render().decode()
     assert 'monolith_publish_errors_total{share="0"}' in said
+
+
+class Heals(MemoryChannel):
+    """A channel that is reached again after it has refused some calls."""
+
+    left = 1000
+
+    def check_reached(self) -> None:
+        self.left -= self.broken
+        self.broken = self.broken and self.left > 0
+        super().check_reached()
+
+
+def cut_off_at_the_end(following: Following) -> list[Hook]:
+    class Cuts(Hook):
+        def end(self, run: Any) -> None:  # noqa: ARG002
+            following.channel.broken = True
+
+    return [Cuts()]
+
+
+def test_the_last_changes_are_tried_again_until_the_channel_is_reached(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("monolith.runtime.publish_hook.SAY_AFTER_S", 0.0)
+    following = Following(TASK, SELDOM)
+    following.channel = channel = Heals()
+    channel.left = 12
+    following.subscriber = Subscriber(channel.reader, following.target)
+    report = Trainer(TASK, QUIET, hooks=cut_off_at_the_end(following), publish=following.plan).train()
+    assert report.finished
+    assert following.subscriber.progress[0].learned.step == 12
+    said = [one.getMessage() for one in caplog.records if "last changes" in one.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "the run ended at step 12, and memory has not taken its last changes; retrying for up to 60 s"
+    )
+
+
+def test_a_run_whose_channel_stays_away_fails_saved_and_its_next_start_publishes_all_rows(
+    tmp_path: Path,
+) -> None:
+    following = Following(TASK, replace(SELDOM, finish_timeout=timedelta(milliseconds=200)))
+    config = replace(QUIET, model_dir=str(tmp_path))
+    trainer = Trainer(TASK, config, hooks=cut_off_at_the_end(following), publish=following.plan)
+    with pytest.raises(UnpublishedError) as raised:
+        trainer.train()
+    for words in (
+        "step 12",
+        "memory did not take",
+        "shard 0 of 1",
+        "cannot be reached",
+        "start the run again",
+    ):
+        assert words in str(raised.value)
+    following.channel.broken = False
+    last: list[Last] = []
+
+    def hooks(run: LocalRun) -> list[Hook]:
+        last.append(Last(run, {}))
+        return list(last)
+
+    again = Trainer(TASK, config, hooks=hooks, publish=following.plan).train()
+    assert (again.finished, again.steps) == (True, 0)
+    assert following.values == last[0].values
+    assert same_weights(following.dense, last[0].weights)
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_its_channel(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    following = Following(TASK, replace(SELDOM, finish_timeout=timedelta(hours=1)))
+    config = replace(QUIET, model_dir=str(tmp_path))
+    trainer = Trainer(
+        TASK,
+        config,
+        hooks=lambda run: [
+            Last(run, {3: lambda run: run.interrupt("SIGTERM")}),
+            *cut_off_at_the_end(following),
+        ],
+        publish=following.plan,
+    )
+    assert not trainer.train().finished
+    assert "asked to stop" in caplog.text
+
+
+def test_the_last_changes_include_weights_that_are_not_due() -> None:
+    following = Following(TASK, replace(OFTEN, dense_interval=timedelta(hours=1)))
+
+    def follow(run: LocalRun) -> None:
+        publish(run)
+        following.catch_up()  # takes the snapshot, which has weights in any case
+
+    last = train(following, between={4: follow})
+    assert same_weights(following.dense, last.weights)
 
 
 @dataclass(frozen=True)

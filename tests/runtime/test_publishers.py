@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,16 @@ import pytest
 from runtime.fleets import Tallied, read_model, run_fleet
 from runtime.losing import LosingFleet, settings, wait_for
 from runtime.rank_runs import quiet, train_ranks
-from train.published import Following
+from train.published import OFTEN, Following
 
-from monolith.errors import UnavailableError
-from monolith.runtime import LocalRun
+from monolith.errors import UnavailableError, UnpublishedError
+from monolith.runtime import LocalRun, TrainReport
 from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.train import Hook, SaveConfig, TrainConfig
 
 TASK = Tallied(batches=16)
+SELDOM = replace(OFTEN, interval=timedelta(hours=1), finish_timeout=timedelta(milliseconds=200))
+"""Only the last delta has all changes."""
 
 
 def ends_equal(following: Following, model_dir: Path) -> None:
@@ -150,6 +154,90 @@ def test_a_run_does_not_end_well_if_a_server_was_lost_before_its_last_delta_and_
         wait_for(lambda: len(fleet.discovery.query("ps")) == 2, "the next server to be there")
         again = fleet.train().report()
         assert (again.finished, again.steps) == (True, 0)
+    ends_equal(following, tmp_path)
+
+
+class Lost(Hook):
+    """Loses rank 1 when rank 0 has saved everything, and before rank 1 has published its last changes."""
+
+    def __init__(self, rank: int, run: LocalRun, gone: threading.Event) -> None:
+        self._rank, self._run, self._gone = rank, run, gone
+
+    def end(self, run: Any) -> None:  # noqa: ARG002
+        if self._rank == 0:
+            assert self._gone.wait(60)
+        elif not self._gone.is_set():
+            assert self._run.publish is not None
+            self._run.publish.publishers._share._closed.set()  # type: ignore[attr-defined]
+            self._run.session.coordinator._groups.close()  # type: ignore[attr-defined]
+            self._gone.set()
+            raise UnavailableError("this rank is as good as killed")
+
+
+def test_a_run_does_not_end_well_if_a_rank_was_lost_before_its_last_delta_and_the_next_start_publishes_it(
+    tmp_path: Path,
+) -> None:
+    following = Following(TASK, SELDOM)
+    config = quiet(TrainConfig(), model_dir=str(tmp_path), save=SaveConfig(steps=4))
+    gone = threading.Event()
+
+    def train() -> list[TrainReport]:
+        return train_ranks(
+            [TASK, TASK],
+            config,
+            hooks=lambda rank, run: [Lost(rank, run, gone)],
+            publish=following.plan,
+        )
+
+    with pytest.raises(UnavailableError, match="saved and not all of them are published"):
+        train()
+    again = train()
+    assert [(one.finished, one.steps) for one in again] == [(True, 0), (True, 0)]
+    ends_equal(following, tmp_path)
+
+
+class CutsOff(Hook):
+    """Makes the channel unreachable between the last save and the last delta, the first time."""
+
+    def __init__(self, following: Following) -> None:
+        self._following, self._left = following, 1
+
+    def end(self, run: Any) -> None:  # noqa: ARG002
+        self._following.channel.broken = self._left > 0
+        self._left -= 1
+
+
+def test_a_run_on_servers_whose_channel_stays_away_fails_saved_and_its_next_start_publishes_all_rows(
+    tmp_path: Path,
+) -> None:
+    following = Following(TASK, SELDOM)
+    cuts = [CutsOff(following)]
+    with LosingFleet(settings(tmp_path), task=TASK, keeps_going=False, publish=following.plan) as fleet:
+        with pytest.raises(UnpublishedError, match=r"memory did not take .*shard 0 of 2.*shard 1 of 2"):
+            fleet.train(hooks=cuts).report()
+        following.channel.broken = False
+        again = fleet.train(hooks=cuts).report()
+        assert (again.finished, again.steps) == (True, 0)
+    ends_equal(following, tmp_path)
+
+
+def test_ranks_whose_channel_stays_away_fail_saved_and_their_next_start_publishes_all_rows(
+    tmp_path: Path,
+) -> None:
+    following = Following(TASK, SELDOM)
+    config = quiet(TrainConfig(), model_dir=str(tmp_path), save=SaveConfig(steps=6))
+    cuts = CutsOff(following)
+
+    def train() -> list[TrainReport]:
+        return train_ranks(
+            [TASK, TASK], config, hooks=lambda rank, _: [] if rank else [cuts], publish=following.plan
+        )
+
+    with pytest.raises(UnpublishedError, match=r"memory did not take .*shard 0 of 2.*shard 1 of 2"):
+        train()
+    following.channel.broken = False
+    again = train()
+    assert [(one.finished, one.steps) for one in again] == [(True, 0), (True, 0)]
     ends_equal(following, tmp_path)
 
 

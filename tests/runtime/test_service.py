@@ -117,6 +117,17 @@ def test_a_worker_that_joins_twice_restarted_and_the_run_has_failed(running: Cal
     assert running.news(0)["failure"] == "worker 1 restarted"
 
 
+def test_a_process_that_was_replaced_is_told_to_end_when_it_joins_again(running: Caller) -> None:
+    def join(member: str, process: str) -> dict[str, Any]:
+        return running("join", worker=1, member=member, process=process)
+
+    assert join("first attempt", "one")["run"] == "r"
+    assert join("second attempt", "one")["failed"], "it restarted, and nothing else has its place"
+    assert not join("of another process", "two")["replaced"]
+    assert join("third attempt", "one") == {**NOT_YET, "replaced": True}
+    assert running("join", worker=2, member="other", process="one")["replaced"] is False
+
+
 def test_a_worker_that_restarts_when_its_work_is_done_waits_for_the_end(running: Caller) -> None:
     running.join(1, "first process")
     running("leave", run="r", worker=1, state=state())
@@ -503,3 +514,65 @@ def test_a_worker_that_left_and_was_lost_with_server_0_does_not_train_again(trai
     assert (gathered["missing"], gathered["states"]) == ([2], {"1": state(6)})
     other("over", run="r", wait=0)
     assert other.join(1, "another process")["over"]
+
+
+def taken_over(lost: Caller, **more: Any) -> Caller:
+    """Another service that begins with what the chief knows of a lost one: its news, and its checkpoint."""
+    news = lost.news(0)
+    told = {key: news[key] for key in ("joined", "pushes", "left", "trained")}
+    other = Caller(CoordinationService(3))
+    other("begin", run="r", num_workers=3, keep_going=True, **{**told, **more})
+    other("open", run="r", start=START)
+    return other
+
+
+def returned(call: Caller) -> list[tuple[int, int | None]]:
+    """The workers that were lost, and how many records each trains again."""
+    return [(one["worker"], one["records"]) for one in call.news(0)["returned"]]
+
+
+def trained(call: Caller, worker: int, examples: int) -> None:
+    call("news", run="r", worker=worker, member="process", seen=-1, wait=0, examples=examples)
+
+
+def test_a_worker_that_is_lost_together_with_server_0_is_reported(training: Caller) -> None:
+    trained(training, 1, 9)
+    assert training.news(0)["trained"]["1"] == {"member": "process", "examples": 9}
+    assert training.news(2)["trained"] == {}, "only the chief needs it"
+    other = taken_over(training, safe={"1": state(6)})
+    assert other.join(1, "another process")["state"] == state(6)
+    assert returned(other) == [(1, 3)]
+    other("back", run="r", worker=2, member="process", step=9)
+    assert returned(other) == [(1, 3)], "worker 2 was never lost"
+    assert taken_over(other).news(0)["returned"] == [], "the chief has heard of it"
+
+
+def test_what_a_worker_has_trained_outlasts_several_servers_0(training: Caller) -> None:
+    trained(training, 1, 9)
+    third = taken_over(taken_over(training), safe={"1": state(6)})
+    third.join(1, "another process")
+    assert returned(third) == [(1, 3)]
+
+
+def test_a_process_that_the_chief_had_not_heard_of_is_back_and_the_one_before_it_reported(
+    training: Caller,
+) -> None:
+    """The service that let it join in place of the lost one was lost before it could say so."""
+    trained(training, 1, 9)
+    other = taken_over(training, safe={"1": state(6)})
+    other("back", run="r", worker=1, member="another process", step=9)
+    assert returned(other) == [(1, 3)]
+
+
+def test_a_worker_of_which_only_the_lost_service_knew_is_reported_as_unknown(training: Caller) -> None:
+    other = taken_over(training, joined=[1, 2], trained={})
+    other("back", run="r", worker=2, member="process", step=9)
+    other.join(1)
+    assert returned(other) == [(1, None)]
+
+
+def test_a_worker_that_joins_for_the_first_time_is_not_reported(call: Caller) -> None:
+    call("begin", run="r", num_workers=3, keep_going=True)
+    call("open", run="r", start=START)
+    call.join(1)
+    assert returned(call) == []

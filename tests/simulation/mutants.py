@@ -22,6 +22,7 @@ from monolith.checkpoint import PendingCheckpoint
 from monolith.checkpoint.folder.retention import Retention
 from monolith.checkpoint.folder.saver import MANIFEST, Saver
 from monolith.data.files.leased import LeasedFiles
+from monolith.data.files.work_queue import FileQueue, LeaseLedger
 from monolith.data.kafka import KafkaSource
 from monolith.data.kafka.positions import make_position, read_position
 from monolith.data.kafka.source import _partition_of
@@ -32,10 +33,13 @@ from monolith.runtime.batches import ReadBatch, TrainingBatches
 from monolith.runtime.coordinator import Quiesced
 from monolith.runtime.fleet_placement import ServerPlacement
 from monolith.runtime.messages import BeginServer
+from monolith.runtime.publish_hook import PublishHook
+from monolith.runtime.publishers import RankPublishers
 from monolith.runtime.rank_placement import RankPlacement
 from monolith.runtime.rank_rows import RankShard, RankTables, RowsOnServers
 from monolith.runtime.ranks import RankCoordinator
 from monolith.runtime.server_calls import on_each, tell
+from monolith.runtime.service import CoordinationService
 from monolith.serve.client import _Conversation
 from monolith.serve.client_transports import GrpcTransport
 from monolith.serve.server.batching import RequestBatcher, Reservation, _Piece
@@ -47,6 +51,7 @@ from monolith.store.pushes import AppliedPushes
 from monolith.store.rank_groups import Collective
 from monolith.store.server import ParameterServer, _ServedState
 from monolith.sync import Publisher, TableTarget
+from monolith.sync.channel import SnapshotMaker
 from monolith.sync.kafka_writer import KafkaDeltaWriter, _Producer
 from monolith.sync.messages import LearnedUpTo, LogPosition, SnapshotBegin, SnapshotEnd
 from monolith.testing.disk import SimDisk
@@ -131,6 +136,14 @@ def _position_of_what_was_read() -> Sequence[Patch]:
             yield ReadBatch(ahead, self.stream.position(), self._clock())
 
     return [(TrainingBatches, "_read", read)]
+
+
+def _workers_forgotten_with_server_0() -> Sequence[Patch]:
+    right = CoordinationService._begin
+    return [
+        (CoordinationService, "_begin", lambda self, body: right(self, replace(body, trained={}))),
+        (CoordinationService, "_count_unknown", lambda self, run, worker: None),  # noqa: ARG005
+    ]
 
 
 def _no_last_save() -> Sequence[Patch]:
@@ -221,6 +234,20 @@ def _given_back_from_its_start() -> Sequence[Patch]:
     return [(LeasedFiles, "give_back", give_back)]
 
 
+def _replaced_worker_takes_files() -> Sequence[Patch]:
+    reading = FileQueue.others_are_reading
+
+    def others_are_reading(self: FileQueue, worker: str, session: str = "") -> bool:  # noqa: ARG001
+        with self._ledger() as ledger:
+            own = next((one.session for one in ledger.leases.values() if one.worker == worker), "")
+        return reading(self, worker, own)
+
+    return [
+        (LeaseLedger, "begin", lambda self, worker, session: self.release(worker)),  # noqa: ARG005
+        (FileQueue, "others_are_reading", others_are_reading),
+    ]
+
+
 # Ranks
 
 
@@ -270,6 +297,10 @@ def _lost_sum_taken_for_a_sum() -> Sequence[Patch]:
             right(self, *args, **options)
 
     return [(Collective, "_finish", finish)]
+
+
+def _last_delta_of_a_rank_not_awaited() -> Sequence[Patch]:
+    return [(RankPublishers, "flush", lambda self: self._share.flush())]
 
 
 def _run_of_servers_not_renewed() -> Sequence[Patch]:
@@ -422,6 +453,24 @@ def _failed_delta_dropped() -> Sequence[Patch]:
         right(self, what, trace=trace)
 
     return [(Publisher, "_fail", fail)]
+
+
+def _last_changes_tried_once() -> Sequence[Patch]:
+    return [(PublishHook, "_publish_last", lambda self, run: self.publishers.flush())]  # noqa: ARG005
+
+
+def _snapshot_not_awaited() -> Sequence[Patch]:
+    return [(SnapshotMaker, "unfinished", lambda self: None)]  # noqa: ARG005
+
+
+def _last_weights_not_published() -> Sequence[Patch]:
+    right = Publisher.flush
+
+    def flush(self: Publisher) -> bool:
+        with mock.patch.object(self, "_dense", self._ask_dense and self._ask_dense()):
+            return right(self)
+
+    return [(Publisher, "flush", flush)]
 
 
 def _delivery_not_awaited() -> Sequence[Patch]:
@@ -613,6 +662,12 @@ MUTANTS = {
         _run_of_servers_not_renewed,
         24,
     ),
+    "last_delta_of_a_rank_not_awaited": Mutant(
+        "ranks",
+        "Rank 0 ends although another rank has not published its last delta.",
+        _last_delta_of_a_rank_not_awaited,
+        seeds=65,
+    ),
     "rank_leaves_before_the_last_save": Mutant(
         "ranks", "A rank ends before rank 0 has saved everything.", _rank_leaves_before_the_last_save, 1
     ),
@@ -643,6 +698,12 @@ MUTANTS = {
         "A position counts the batches that were read, not those trained.",
         _position_of_what_was_read,
         4,
+    ),
+    "workers_forgotten_with_server_0": Mutant(
+        "keep_going",
+        "A new coordination service does not know which workers have trained.",
+        _workers_forgotten_with_server_0,
+        2,
     ),
     "no_last_save": Mutant("fleet", "The chief exits without saving its last steps.", _no_last_save, 2),
     "unsynced_turns": Mutant(
@@ -736,6 +797,24 @@ MUTANTS = {
         _failed_delta_dropped,
         seeds=45,
     ),
+    "last_changes_tried_once": Mutant(
+        "publishing",
+        "A run ends although the channel has not taken its last changes.",
+        _last_changes_tried_once,
+        seeds=1,
+    ),
+    "snapshot_not_awaited": Mutant(
+        "publishing",
+        "A run ends although the snapshot that its readers start with is not written.",
+        _snapshot_not_awaited,
+        seeds=1,
+    ),
+    "last_weights_not_published": Mutant(
+        "publishing",
+        "The last delta of a run has new weights only if it is time for them.",
+        _last_weights_not_published,
+        seeds=1,
+    ),
     "delivery_not_awaited": Mutant(
         "publishing", "A delta counts as sent before Kafka has it.", _delivery_not_awaited, 74
     ),
@@ -762,6 +841,12 @@ MUTANTS = {
         "The only worker of a run leases files under another name after a restart.",
         lambda: [(LeasedFiles, "read_for", lambda self, run: None)],  # noqa: ARG005
         29,
+    ),
+    "replaced_worker_takes_files": Mutant(
+        "elastic",
+        "A worker that was replaced takes files under the number of its successor.",
+        _replaced_worker_takes_files,
+        88,
     ),
     "given_back_from_its_start": Mutant(
         "elastic",

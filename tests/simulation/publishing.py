@@ -13,13 +13,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
 from monolith import concurrency, filesystem
+from monolith.runtime.metric_guard import MetricGuard
+from monolith.runtime.publish_hook import PublishHook
 from monolith.runtime.publish_shard import PublishPlan, ShardPublisher
+from monolith.runtime.publishers import LocalPublisher
 from monolith.sync import DeltaReader, DeltaWriter, Subscriber, TableTarget
 from monolith.sync.channel import ShardLog, TakeSnapshot
 from monolith.sync.flight_channel import PUBLISHER, DeltaPort, ReaderLimits
@@ -95,13 +99,21 @@ class Shape:
     """Chance at each step that the trainer goes back to its checkpoint, without a restart."""
     orders: float
     """Chance at each step that an operator pauses publishing, or rolls servers back."""
+    ends: bool
+    """Whether trainers end after their last step, so that only the channel has their rows."""
+    cuts: int
+    """How often the channel cannot be reached from a trainer that is about to end."""
 
     @classmethod
     def drawn(cls, seed: int) -> Shape:
         draw = random.Random(f"publishing {seed}")
         digest_buckets = draw.choice([0, 256, BUCKETS])
+        channel = draw.choice(["folder", "flight", "discovery", "kafka"])
+        at_end = random.Random(f"publishing, at the end {seed}")
         return cls(
-            channel=draw.choice(["folder", "flight", "discovery", "kafka"]),
+            channel=channel,
+            ends=channel in ("folder", "kafka") and at_end.random() < 0.5,
+            cuts=at_end.choice([0, 1, 2]),
             shards=draw.choice([1, 1, 2]),
             servers=draw.choice([1, 1, 2, 3]),
             ids=draw.choice([6, 12, 24]),
@@ -144,6 +156,8 @@ class World:
         """Epoch -> the history that it publishes."""
         self.newest = 0
         """The number of the newest write."""
+        self.cuts = self.shape.cuts
+        self._heal_at: float | None = None
 
     def keys(self, shard: int) -> list[int]:
         every = torch.arange(1, self.shape.ids + 1)
@@ -183,16 +197,31 @@ class World:
             return FlightDeltaReader(lambda: [*registry.query(PUBLISHER).values()])
         return FlightDeltaReader([f"trainer-{shard}:{PORT}" for shard in range(self.shape.shards)])
 
+    def cut_channel(self, trainer: str) -> None:
+        """Make the channel unreachable from a trainer: for less, or more, time than its end waits for it."""
+        seconds = self.cluster.random.choice([5.0, 90.0])
+        if self.shape.channel == "folder":
+            self.cluster.disk.cut(FOLDER, seconds)
+        else:
+            self.cluster.network.cut(trainer, "kafka")
+            self._heal_at = self.cluster.simulation.now + seconds
+
     # What must be true
 
     def is_over(self) -> bool:
         """Whether nothing goes wrong any more, and every server has what the trainers have."""
         shape, running = self.shape, self.cluster.processes
+        if self._heal_at is not None and self.cluster.simulation.now >= self._heal_at:
+            self._heal_at = None
+            self.cluster.network.heal()
         if self.cluster.quiet:
             self.cluster.disk.faults.error_chance = 0.0
         return (
             self.cluster.quiet
-            and all(one.running for one in running.values())
+            and all(
+                one.finished if shape.ends and name.startswith("trainer") else one.running
+                for name, one in running.items()
+            )
             and len(self.trainers) == shape.shards
             and len(self.servers) == shape.servers
             and all(one.step == shape.steps and not one.orders for one in self.trainers.values())
@@ -240,7 +269,7 @@ class World:
                 assert len(deltas) <= self.shape.log_files, deltas
                 assert sum(name.startswith("snapshot-") for name in names) <= 1, names
                 assert len(every) - len(names) <= 2, every
-        if self.shape.channel == "kafka" and self.shape.deletes_records:
+        if self.shape.channel == "kafka" and self.shape.deletes_records and not self.shape.ends:
             for trainer in self.trainers.values():
                 self._check_topic(trainer)
         for trainer in self.trainers.values():
@@ -277,18 +306,17 @@ class TrainerProcess:
         self.step, self.history = saved.step, History(saved.history, saved.step)
         self._restore(saved)
         self.writer: DeltaWriter | None = None
-        self.publisher = ShardPublisher(
-            {"item": Interleaved(self.table)},
-            (shard, world.shape.shards),
-            PublishPlan(
-                config=PublishConfig(
-                    to="here",
-                    interval=timedelta(seconds=world.shape.interval),
-                    guard=GuardConfig(largest_value=None, times_usual=None),
-                ),
-                run="run",
-                open_writer=lambda share: self._open(share[0]),
+        self._plan = PublishPlan(
+            config=PublishConfig(
+                to="here",
+                interval=timedelta(seconds=world.shape.interval),
+                guard=GuardConfig(largest_value=None, times_usual=None),
             ),
+            run="run",
+            open_writer=lambda share: self._open(share[0]),
+        )
+        self.publisher = ShardPublisher(
+            {"item": Interleaved(self.table)}, (shard, world.shape.shards), self._plan
         )
         world.trainers[shard] = self
 
@@ -301,6 +329,9 @@ class TrainerProcess:
             if self.orders:
                 self._execute(self.orders.pop())
             if self.step == shape.steps:
+                if shape.ends and not self.orders:
+                    self._end()
+                    return
                 continue
             self._train()
             if draw.random() < 0.2:
@@ -312,6 +343,24 @@ class TrainerProcess:
                 self.orders = [PublishOrder("resume")] * draw.randint(1, 4)
                 if draw.random() < 0.5:
                     self.orders.append(PublishOrder("rollback", version="1"))
+
+    def _end(self) -> None:
+        """End as a run does: saved, and with status 0 only if all rows and weights are published."""
+        world = self.world
+        self._save()
+        if world.cuts:
+            world.cuts -= 1
+            world.cut_channel(f"trainer-{self.shard}")
+        run: Any = SimpleNamespace(step=self.step, interrupted=False)
+        model: Any = SimpleNamespace(published=lambda: self.weights)
+        config = self._plan.config
+        hook = PublishHook(
+            LocalPublisher(self.publisher), model, config, MetricGuard(config.guard), leads=False
+        )
+        try:
+            hook.end(run)
+        finally:
+            hook.close()
 
     def stored_bytes(self) -> int:
         log = getattr(self.writer, "log", None)
@@ -384,6 +433,7 @@ class NotesEpochs:
         self.address = inner.address
         self.append: Callable[[Delta], None] = inner.append
         self.set_state: Callable[[PublishState], None] = inner.set_state
+        self.unfinished = inner.unfinished
         self.close = inner.close
 
     def open(self, log: ShardLog, snapshot: TakeSnapshot) -> None:

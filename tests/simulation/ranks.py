@@ -1,13 +1,19 @@
-"""The world of ranks: processes that take every step together and train each record exactly once."""
+"""The world of ranks: processes that take every step together and train each record exactly once.
+
+Half of the runs publish their rows. Then ranks and servers are also lost between the last save and the last
+delta, or the channel cannot be reached. In the end every subscriber has the rows of the last checkpoint.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Literal
 
 from simulation.counting import LABEL, Counting, read_counts
+from simulation.following import Followers, cut_channel, folder_plan
 from torch import nn
 
 from monolith import concurrency
@@ -26,6 +32,7 @@ from monolith.train import Hook, Outputs, SaveConfig, TrainConfig
 from monolith.train.hook import StepResult, TrainingRun
 
 FOLDER = "sim://run"
+CHIEF = "rank-0"
 LOOPBACK = "127.0.0.1"
 
 
@@ -50,6 +57,19 @@ class SameWeight(Hook):
         assert weight == result.step * self._size, f"step {result.step} has the weight {weight}"
 
 
+class Saved(Hook):
+    """Calls something on rank 0 between the last save and the last delta; other ranks are late by then."""
+
+    def __init__(self, rank: int, late: float, saved: Callable[[], None]) -> None:
+        self._rank, self._late, self._saved = rank, late, saved
+
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
+        if self._rank == 0:
+            self._saved()
+        else:
+            concurrency.sleep(self._late)
+
+
 def ranks(seed: int, *, traced: bool = False) -> SimCluster:
     """Run one seed of the world, and return the cluster for its figures."""
     draw = random.Random(f"ranks {seed}")
@@ -67,6 +87,23 @@ def ranks(seed: int, *, traced: bool = False) -> SimCluster:
     silence = timedelta(seconds=draw.choice([3, 10, 60]))
     # Rank 0 writes into the model_dir, whose lock a replacement would find taken while the old one runs.
     replaced = draw.choice([0, 0, 1, 2]) if num_ranks > 1 else 0
+    ends = random.Random(f"ranks, at the end {seed}")
+    plan = ends.choice([None, folder_plan(ends.choice([0.25, 30.0, 30.0]))])
+    losses, late = 0 if plan is None else ends.choice([0, 1, 2]), ends.choice([0.0, 2.0, 2.0])
+    cuts = 0 if plan is None else ends.choice([0, 1])
+
+    def saved() -> None:
+        nonlocal losses, cuts
+        if cuts:
+            cuts -= 1
+            cut_channel(cluster)
+        if losses:
+            losses -= 1
+            others = [
+                name for name in cluster.processes if name.startswith(("ps-", "rank-")) and name != CHIEF
+            ]
+            if others:
+                cluster.processes[ends.choice(others)].kill()
 
     def config(role: Literal["ps", "worker"], index: int) -> RunConfig:
         return RunConfig(
@@ -83,7 +120,8 @@ def ranks(seed: int, *, traced: bool = False) -> SimCluster:
 
     def train_as(index: int, discovery: Discovery) -> TrainReport:
         def attempt(coordinator: Coordinator) -> TrainReport:
-            return Trainer(task, train, coordinator=coordinator, hooks=[SameWeight(task)]).train()
+            hooks = [SameWeight(task), Saved(index, late, saved)]
+            return Trainer(task, train, coordinator=coordinator, hooks=hooks, publish=plan).train()
 
         run, metrics, output = config("worker", index), Metrics(), Output()
         shared = SharedTraining(
@@ -111,15 +149,22 @@ def ranks(seed: int, *, traced: bool = False) -> SimCluster:
 
     def play(cluster: SimCluster) -> None:
         cluster.on_exit.append(check_finished)
+        followers = Followers(cluster)
+        if plan is not None:
+            followers.start(1)
         for index in range(num_ps):
             server = config("ps", index)
             cluster.start(
-                f"ps-{index}", lambda server=server: serve_parameters(task, server, cluster.discovery())
+                f"ps-{index}",
+                lambda server=server: serve_parameters(task, server, cluster.discovery(), publish=plan),
             )
         for index in range(num_ranks):
             cluster.start(f"rank-{index}", lambda index=index: train_as(index, cluster.discovery()))
         cluster.replaceable = tuple(f"rank-{index}" for index in range(1, num_ranks))
-        cluster.wait(chief="rank-0")
+        cluster.wait(chief=CHIEF)
+        counted = read_counts(task, FOLDER)
+        assert counted is not None
+        followers.check_equal(counted)
 
     faults = replace(Faults.drawn(seed), replacements=replaced)
     # A connection of ranks that breaks costs a whole attempt, and an attempt is hundreds of messages.

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import numpy as np
-from simulation.counting import COUNTS, LABEL, RECORD, SPEC, Counted, Counting, read_counts
+from simulation.counting import LABEL, RECORD, SPEC, Counted, Counting, read_counts
 from simulation.fleet import CHIEF, FOLDER, FleetShape, play_fleet
+from simulation.following import Followers, cut_channel, folder_plan
 
 from monolith import concurrency
 from monolith.data import Pipeline, Position, Records, Source, Stream
@@ -20,19 +21,11 @@ from monolith.data.formats.memory import to_records
 from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, DataWorkerConfig, Dispatcher
 from monolith.feature import Batch
 from monolith.runtime import TrainReport
-from monolith.runtime.publish_shard import PublishPlan
-from monolith.sync import Subscriber, TableTarget
-from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
-from monolith.sync.publish_config import GuardConfig, PublishConfig
-from monolith.table import NativeTable, Segment, Sgd, TableConfig, iterate
 from monolith.testing.cluster import SimCluster
 from monolith.testing.scheduler import SimMachine
 from monolith.train import Hook, Mode, TrainingRun
 
-CHANNEL = "sim://channel"
 DISPATCHER = "dispatcher:7000"
-EQUAL_WITHIN = 120.0
-"""Virtual seconds that subscribers have after the end of the run."""
 
 
 class Split(Source):
@@ -89,26 +82,21 @@ def together(seed: int, *, traced: bool = False) -> SimCluster:
     draw = random.Random(f"together {seed}")
     shape = replace(FleetShape.drawn(seed, keep_going=False), redundant=0)
     clusters: list[SimCluster] = []
-    losses = random.Random(f"together, lost at the end {seed}").choice([0, 1, 2])
+    ends = random.Random(f"together, lost at the end {seed}")
+    losses, cuts = ends.choice([0, 1, 2]), ends.choice([0, 1])
 
     def saved() -> None:
-        nonlocal losses
+        nonlocal losses, cuts
+        if cuts:
+            cuts -= 1
+            cut_channel(clusters[0])
         if losses:
             losses -= 1
             cluster = clusters[0]
             cluster.processes[f"ps-{cluster.random.randrange(shape.num_ps)}"].kill()
 
     task = Served(batches=shape.batches, saved=saved)
-    subscribers: dict[int, NativeTable] = {}
-    plan = PublishPlan(
-        config=PublishConfig(
-            to="here",
-            interval=timedelta(seconds=draw.choice([0.05, 0.25])),
-            guard=GuardConfig(largest_value=None, times_usual=None),
-        ),
-        run="run",
-        open_writer=lambda _: FolderDeltaWriter(CHANNEL, check_every=0.5),
-    )
+    plan = folder_plan(draw.choice([0.05, 0.25]))
 
     def dispatch() -> None:
         config = DataJobConfig(splits=task.splits, lease=timedelta(seconds=2), attempts=1_000)
@@ -121,34 +109,18 @@ def together(seed: int, *, traced: bool = False) -> SimCluster:
         with DataWorker(DISPATCHER, Split, config, host=name, port=0):
             concurrency.Event().wait()
 
-    def subscribe(number: int) -> None:
-        table = subscribers[number] = NativeTable(
-            TableConfig(name=COUNTS, segments=(Segment(dim=1, optimizer=Sgd(learning_rate=1.0)),))
-        )
-        subscriber = Subscriber(
-            lambda: FolderDeltaReader(CHANNEL, poll_every=1.0, patience=10.0), TableTarget({COUNTS: table})
-        )
-        subscriber.start()
-        concurrency.Event().wait()
-
     def around(cluster: SimCluster) -> Callable[[], None]:
         clusters.append(cluster)
         cluster.start("dispatcher", dispatch)
         for number in range(draw.choice([1, 2])):
             cluster.start(f"reader-{number}", lambda name=f"reader-{number}": read(name))
-        for number in range(draw.choice([1, 2])):
-            cluster.start(f"subscriber-{number}", lambda number=number: subscribe(number))
-
-        def equal() -> bool:
-            counted = read_counts(task, FOLDER)
-            assert counted is not None
-            return all(rows_of(table) == counted.times for table in subscribers.values())
+        followers = Followers(cluster)
+        followers.start(draw.choice([1, 2]))
 
         def afterwards() -> None:
-            # A subscriber that is killed now starts again, so faults may still happen.
-            limit = cluster.simulation.now + EQUAL_WITHIN
-            cluster.wait(done=lambda: equal() or cluster.simulation.now > limit)
-            assert equal(), {number: rows_of(table) for number, table in subscribers.items()}
+            counted = read_counts(task, FOLDER)
+            assert counted is not None
+            followers.check_equal(counted)
 
         return afterwards
 
@@ -156,11 +128,3 @@ def together(seed: int, *, traced: bool = False) -> SimCluster:
         counted.check_exactly_once(task)
 
     return play_fleet(seed, shape, task, check, traced=traced, publish=plan, around=around)
-
-
-def rows_of(table: NativeTable) -> dict[int, int]:
-    return {
-        record: int(value[0])
-        for chunk in iterate(table)
-        for record, value in zip(chunk.ids.tolist(), chunk.values.tolist(), strict=True)
-    }

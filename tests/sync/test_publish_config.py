@@ -36,6 +36,7 @@ def test_a_file_says_where_to_publish_and_how_often(tmp_path) -> None:
         ({"publish.interval": 0}, "must be more than 0"),
         ({"publish.dense_interval": -1}, "must be more than 0"),
         ({"publish.keep_bytes": 10}, "must be at least 1048576"),
+        ({"publish.finish_timeout": -1}, "must be at least 0"),
         ({"publish.guard.largest_value": 0}, "must be above 0"),
         ({"publish.guard.times_usual": 1}, "must be above 1"),
         ({"publish.guard.auc_fall": -0.1}, "must be above 0"),

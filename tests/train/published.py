@@ -15,6 +15,7 @@ from torch import Tensor
 from monolith.observe import Metrics
 from monolith.runtime.publish_shard import PublishPlan
 from monolith.sync import Delta, MemoryChannel, PublishState, ShardLog, Subscriber, TableTarget, TakeSnapshot
+from monolith.sync.channel import Unfinished
 from monolith.sync.publish_config import GuardConfig, PublishConfig
 from monolith.table import NativeTable, iterate
 from monolith.train import Mode, Task
@@ -103,6 +104,9 @@ class _Watched:
 
     def set_state(self, state: PublishState) -> None:
         self._inner.set_state(state)
+
+    def unfinished(self) -> Unfinished | None:
+        return self._inner.unfinished()
 
     def close(self) -> None:
         self._following.catch_up()

@@ -1354,6 +1354,39 @@ class CudaDriver:
     def load(self, image: bytes) -> CudaModule:
         """Load a cubin, or PTX."""
 
+class HttpLoadSeen:
+    """What the connections of `load_http` saw."""
+
+    @property
+    def answers(self) -> dict[int, int]:
+        """Status -> number of answers."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the answers, heads included."""
+
+    @property
+    def closed(self) -> int:
+        """Connections that the server closed with a request in flight."""
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last answer."""
+
+    @property
+    def processor_seconds(self) -> float:
+        """Of the calling thread meanwhile."""
+
+    def quantile(self, share: float) -> float:
+        """
+        Return the seconds within which a share of the requests, 0 to 1, was answered; at most 0.8 % too many. Without an answer, infinity.
+        """
+
+def load_http(host: str, port: int, request: bytes, connections: int, seconds: float, patience: float = 60.0) -> HttpLoadSeen:
+    """
+    Send the same bytes over so many connections, again as soon as they are answered, for so many seconds. Answers must be HTTP/1.1 with a content-length.
+    """
+
 def keep_freed_memory() -> None:
     """
     Lets malloc keep what is freed, in place of giving it back to the system.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from monolith import concurrency
@@ -20,7 +20,13 @@ from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import get_local_host
 from monolith.cluster.run_token import rank_security
 from monolith.cluster.security import guard_listener
-from monolith.errors import AbsentWorkersError, FailedPeerError, RetryableError
+from monolith.errors import (
+    AbsentWorkersError,
+    FailedPeerError,
+    ReplacedError,
+    RetryableError,
+    UnpublishedError,
+)
 from monolith.observe import Metrics
 from monolith.runtime import Coordinator, Fleet, FleetCoordinator, TrainReport, join_fleet
 from monolith.runtime.cluster_config import FailoverConfig
@@ -135,6 +141,8 @@ class SharedTraining:
     """Called while this worker waits for other processes; ends the wait by raising."""
     on_lost: Callable[[], None]
     """Called when another process was lost, before the wait for the next attempt."""
+    process: str = field(default_factory=lambda: concurrency.token_hex(8))
+    """Names this process in all of its attempts."""
 
     def train_on_servers(self, attempt: Attempt, discovery: Discovery) -> TrainReport:
         """Train on parameter servers; if processes were lost, rejoin and resume from the last checkpoint.
@@ -151,10 +159,15 @@ class SharedTraining:
                     return attempt(FleetCoordinator(fleet, self.config.dense))
             except RetryableError as error:
                 self.on_lost()
-                if isinstance(error, AbsentWorkersError):
-                    # They will not come in a second attempt, either. A worker may have learned that an
-                    # earlier chief has ended the run, and have ended well while this chief started: then a
-                    # launcher starts it again only together with the chief.
+                if isinstance(error, ReplacedError):
+                    # If both processes of this worker retried, each would end the attempts of the other. A
+                    # process that is wanted is started again by its launcher.
+                    raise
+                if isinstance(error, (AbsentWorkersError, UnpublishedError)):
+                    # Workers will not come in a second attempt, either. One may have learned that an earlier
+                    # chief has ended the run, and have ended well while this chief started: then a launcher
+                    # starts it again only together with the chief. A delta channel that cannot be reached was
+                    # waited for already; a launcher, which counts restarts, or an operator decides what next.
                     raise
                 self.retries.lost(error)
 
@@ -162,7 +175,12 @@ class SharedTraining:
         """Wait for the parameter servers of the run, and return this worker's connection to them."""
         config = self.config
         fleet = join_fleet(
-            discovery, config, metrics=self.metrics, say=self.output.say, on_waiting=self.on_waiting
+            discovery,
+            config,
+            metrics=self.metrics,
+            say=self.output.say,
+            on_waiting=self.on_waiting,
+            process=self.process,
         )
         if config.train.submitted_at is not None:
             ready = self.metrics.gauge(
@@ -216,6 +234,8 @@ class SharedTraining:
                         # Another process has joined as this rank: this one was replaced, and came back. If
                         # both retried, each would end the attempts of the other. A process that is wanted is
                         # started again by its launcher.
+                        raise
+                    if isinstance(error, UnpublishedError):  # see `train_on_servers`
                         raise
                     if is_restarted_by_launcher(environ):
                         if isinstance(error, FailedPeerError):

@@ -357,7 +357,7 @@ class ServerRecovery:
             )
         for one in new:
             self._count_workers.inc()
-            self._count_records.inc(one.records)
+            self._count_records.inc(one.records or 0)
 
     def bring_back(self, server: int, cause: RetryableError) -> None:
         lost_at = self._how.clock()

@@ -18,6 +18,7 @@ from monolith.runtime.messages import (
     PushesTold,
     Returned,
     Served,
+    Trained,
 )
 from monolith.runtime.server_calls import ask
 from monolith.store import ServerGroup
@@ -162,6 +163,8 @@ class FleetNews:
         """By worker: what those had pushed who left, as the chief."""
         self.left: Mapping[str, WorkerState] = {}
         """By worker that left: its last state, as the chief."""
+        self.trained: Mapping[str, Trained] = {}
+        """By worker: its process, and how much that has trained, as the chief."""
         self._error: Exception | None = None
         self.saved = 0
         self._over = False
@@ -283,6 +286,7 @@ class FleetNews:
                 self.saved, self._over = news.saved, news.over
                 self.present = news.present
                 self.joined, self.pushes, self.left = news.joined, news.pushes, news.left
+                self.trained = news.trained
                 self.departing = {int(worker): one for worker, one in news.departing.items()}
                 self._finished = not news.unfinished
             self._changed.notify_all()

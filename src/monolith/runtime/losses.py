@@ -66,9 +66,10 @@ class LostWorker:
     """A worker was lost, and another process replaced it, or the other workers have its work."""
 
     worker: int
-    records: int
+    records: int | None
     """Records that it had trained since its last saved position, as far as it had said, which it does every
-    second: they are trained again."""
+    second: they are trained again, and those that it trained after that. None if it is not known whether it
+    had trained any: server 0 was lost as well, before the chief had learned that this worker had joined."""
     seconds: float
     """Seconds from the moment it was missed until it rejoined, or other workers could have its work; 0 if
     it had rejoined before that."""
@@ -76,6 +77,12 @@ class LostWorker:
     """Whether other workers train on them, because the data is a work queue."""
 
     def describe(self) -> str:
+        if self.records is None:
+            return (
+                f"worker {self.worker} joined after server 0 was lost, which alone knew whether an earlier "
+                "process of this worker had trained. If one had, the records since its last saved position "
+                "are trained again"
+            )
         if self.by_others:
             return (
                 f"worker {self.worker} was lost, and its work given back after {self.seconds:.1f} s. The "

@@ -103,6 +103,15 @@ class DealtPosition:
 
 
 @dataclass(frozen=True, slots=True)
+class Trained:
+    """How much a process of a worker has trained, as it last said."""
+
+    member: Name | None
+    """Names the process; None if it is not part of the run any more."""
+    examples: Count
+
+
+@dataclass(frozen=True, slots=True)
 class BeginService:
     """A run starts; or the service takes over one that continues, whose server 0 was lost."""
 
@@ -133,6 +142,8 @@ class BeginService:
     """Worker that left -> its pushes."""
     left: dict[str, WorkerState] = field(default_factory=dict)
     """Worker that left -> its last state."""
+    trained: dict[str, Trained] = field(default_factory=dict)
+    """Worker -> its process, and how much that has trained, as far as the chief knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +230,9 @@ class Returned:
     """A worker was lost and came back, or its work was given back."""
 
     worker: Count
-    records: Count
-    """Those it had trained since its last saved position, as far as it had said: they are trained again."""
+    records: Count | None
+    """Those it had trained since its last saved position, as far as it had said: they are trained again. None
+    if it is not known whether it had trained any, because server 0 was lost as well."""
     seconds: Seconds
     """From when it was missed to when it joined again, or others could have its work."""
     by_others: bool = False
@@ -274,6 +286,8 @@ class Join:
     known: Text = ""
     """A run of which it knows that it has failed."""
     wait: Seconds = 0.0
+    process: Name | None = None
+    """Names the process in all of its attempts: `member` is of one attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +313,8 @@ class Joined:
     """The state of this worker in the last checkpoint, if it rejoins a run that continued."""
     servers: dict[str, Served] = field(default_factory=dict)
     """By place: those that were replaced since the run began."""
+    replaced: bool = False
+    """Whether another process has joined as this worker since this one did first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +357,8 @@ class News:
     """By worker: what those had pushed who left; for the chief."""
     left: dict[str, WorkerState] = field(default_factory=dict)
     """By worker that left: its last state; for the chief."""
+    trained: dict[str, Trained] = field(default_factory=dict)
+    """By worker: its process, and how much that has trained; for the chief."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,11 +81,13 @@ from monolith.store.server import NewestPush
 from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.messages import LearnedUpTo
 from monolith.sync.publish_messages import (
+    Flushed,
     PublishedWeights,
     PublishOrder,
     PublishProgress,
     PublishStatus,
     ShardPublishStatus,
+    UnpublishedShard,
     checked_order,
 )
 from monolith.train.config import TrainConfig
@@ -155,9 +157,11 @@ class PublishedShard:
         publisher = self._publisher
         return () if publisher is None else publisher.execute(order)
 
-    def flush(self) -> None:
-        if (publisher := self._publisher) is not None:
-            publisher.flush()
+    def flush(self) -> tuple[UnpublishedShard, ...]:
+        publisher = self._publisher
+        if publisher is None:
+            return (UnpublishedShard(*self._share, reason="publishing could not be started"),)
+        return publisher.flush()
 
     def close(self) -> None:
         """Stop. Closing again does nothing."""
@@ -682,10 +686,9 @@ class ServedShard:
                 held.publishing.set_weights({name: one.clone() for name, one in zip(mine, came, strict=True)})
         return {}, b""
 
-    def _flush(self, body: OfRun) -> None:
+    def _flush(self, body: OfRun) -> Flushed:
         with self._working(body.run) as held:
-            if held.publishing is not None:
-                held.publishing.flush()
+            return Flushed() if held.publishing is None else Flushed(held.publishing.flush())
 
     @contextmanager
     def _publishing(self) -> Iterator[PublishedShard | None]:

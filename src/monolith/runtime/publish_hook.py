@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from monolith import concurrency
-from monolith.errors import MonolithError, RetryableError
+from monolith.errors import MonolithError, RetryableError, UnpublishedError
 from monolith.observe import Doublings
 from monolith.runtime.metric_guard import BadSince, MetricGuard
 from monolith.runtime.publish_pause import PauseFile
 from monolith.runtime.publishers import Publishers
 from monolith.sync.messages import LearnedUpTo
 from monolith.sync.publish_config import GuardConfig, PublishConfig
-from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
+from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus, UnpublishedShard
 from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.model import Model
 
@@ -127,6 +127,18 @@ class PublishSupervisor:
                     )
 
 
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0
+"""Seconds between the first two attempts to publish the last changes of a run, and the most between two."""
+SAY_AFTER_S = 0.5
+"""Seconds after which the retries are worth a line: the snapshot of a short run takes a moment."""
+
+
+def _described(shards: Sequence[UnpublishedShard]) -> str:
+    return "; ".join(
+        f"shard {one.share} of {one.shares}, published up to step {one.step}: {one.reason}" for one in shards
+    )
+
+
 class PublishHook(Hook):
     """Publishes while the run trains, and all remaining changes at its end.
 
@@ -137,7 +149,7 @@ class PublishHook(Hook):
         leads: Whether this process keeps all publishers in the same state.
         pause_file: Records a pause, if this process leads.
         refresh: Fetches the newest weights into this process.
-        timer: Seconds that only grow.
+        stopped: Whether this process was asked to stop.
     """
 
     def __init__(
@@ -150,14 +162,15 @@ class PublishHook(Hook):
         leads: bool,
         pause_file: PauseFile | None = None,
         refresh: Callable[[], None] = lambda: None,
-        timer: Callable[[], float] = concurrency.monotonic,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.publishers = publishers
         self._model = model
         self._every = config.dense_interval.total_seconds()
+        self._to, self._patience = config.to, config.finish_timeout.total_seconds()
         self._guard = guard
         self._refresh = refresh
-        self._timer = timer
+        self._stopped = stopped
         self._sent_at = 0.0
         self._step = -1
         """The step of the weights that were sent last."""
@@ -177,7 +190,7 @@ class PublishHook(Hook):
 
     def after_step(self, run: TrainingRun, result: StepResult) -> None:
         self._guard.update(result.predictions, result.batch.labels, step=run.step)
-        if self._timer() - self._sent_at >= self._every or run.step < self._step:  # a rollback
+        if concurrency.monotonic() - self._sent_at >= self._every or run.step < self._step:  # a rollback
             self._send_weights(run.step)
 
     def idle(self, run: TrainingRun) -> None:
@@ -191,11 +204,47 @@ class PublishHook(Hook):
         self._refresh()
         self._send_weights(run.step)
         try:
-            self.publishers.flush()
+            self._publish_last(run)
         except RetryableError as error:
             if not run.interrupted:
                 raise  # the run is not done: subscribers lack rows that no later start would publish
             _log.warning("%s", error)
+
+    def _publish_last(self, run: TrainingRun) -> None:
+        """Publish all remaining changes of a run that is saved; retry while the channel does not take them.
+
+        Raises:
+            UnpublishedError: It did not for `publish.finish_timeout`, or this process was asked to stop.
+            RetryableError: A process was lost with changes that it had not published.
+        """
+        began, pause, progress, said = concurrency.monotonic(), FIRST_RETRY_S, 0, False
+        while left := self.publishers.flush():
+            now, before = concurrency.monotonic(), progress
+            progress = sum(one.progress for one in left)
+            if progress > before:
+                # A snapshot may take longer than the timeout, and would again after a restart.
+                began = now
+            stopped, waited = self._stopped(), now - began
+            if stopped or waited >= self._patience:
+                until = "until this process was asked to stop" if stopped else "publish.finish_timeout"
+                raise UnpublishedError(
+                    f"the run ended at step {run.step}, and {self._to} did not take its last changes for "
+                    f"{waited:.0f} s ({until}): {_described(left)}. Servers that follow lack these changes. "
+                    "Check that the channel can be reached, and start the run again: it resumes from its "
+                    "last checkpoint, trains nothing twice and publishes all rows."
+                )
+            if not said and waited >= SAY_AFTER_S:
+                said = True
+                _log.warning(
+                    "the run ended at step %d, and %s has not taken its last changes; retrying for up to "
+                    "%g s (publish.finish_timeout): %s",
+                    run.step,
+                    self._to,
+                    self._patience,
+                    _described(left),
+                )
+            concurrency.sleep(pause)
+            pause = min(2 * pause, LONGEST_RETRY_S)
 
     def close(self) -> None:
         if self._supervisor is not None:
@@ -223,7 +272,7 @@ class PublishHook(Hook):
     def _send_weights(self, step: int) -> None:
         if not self.publishers.sends_weights:
             return
-        self._sent_at, self._step = self._timer(), step
+        self._sent_at, self._step = concurrency.monotonic(), step
         self.publishers.send_weights(copied(self._model.published()))
 
 

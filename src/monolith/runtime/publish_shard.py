@@ -10,7 +10,8 @@ A shard that was paused when its run ended, or was killed, is paused from its ne
 `publish_pause`).
 
 A failure of the channel is counted and logged, and training continues: publishing never waits for a
-subscriber and never raises an error into a training step.
+subscriber and never raises an error into a training step. At the end of a run `flush` tells what the channel
+has not taken, and the process that leads asks again for a while (see `publish_hook`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -29,14 +30,19 @@ from monolith.errors import MonolithError, UnavailableError
 from monolith.feature import FeatureIds
 from monolith.observe import Doublings, Metrics
 from monolith.runtime.publish_pause import PauseFile
-from monolith.sync.channel import DeltaWriter, ShardLog, TakeSnapshot
+from monolith.sync.channel import DeltaWriter, ShardLog, TakeSnapshot, Unfinished
 from monolith.sync.guard import AllGuards, PublishGuard, RowGuard
 from monolith.sync.messages import Delta, LearnedUpTo, LogPosition, Message, PublishState
 from monolith.sync.publish_config import PublishConfig
-from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
+from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus, UnpublishedShard
 from monolith.sync.publisher import DELTA_IDS, Publisher, PublisherConfig
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FLUSH_SECONDS = 10.0
+"""How long `flush` waits for the publishing thread."""
 
 OpenShareWriter = Callable[[IdShard], DeltaWriter]
 """Opens the channel of a shard."""
@@ -115,6 +121,7 @@ class ShardPublisher:
         self._first_bad_step: int | None = None
         """While publishing is paused, the first step whose rows are not trusted; None: not decided yet."""
         self._failures, self._failed = 0, Doublings()
+        self._failure = ""  # the last of them
         self._closed = concurrency.Event()
 
     @property
@@ -253,11 +260,32 @@ class ShardPublisher:
                 self._try(opened.publisher.publish_now)
         return opened.writer.rows - before >= DELTA_IDS
 
-    def flush(self) -> None:
-        """Publish all changed rows."""
-        with self._turn:
-            if self._opened is not None and not self._closed.is_set():
-                self._try(self._opened.publisher.flush)
+    def flush(self) -> tuple[UnpublishedShard, ...]:
+        """Publish all changes once, unless publishing is paused; return the shard if that did not succeed."""
+        opened = self._opened
+        if opened is None or self._closed.is_set():
+            why = "publishing has ended" if self._closed.is_set() else "publishing could not be started"
+            return (self._unpublished(why),)
+        # The publishing thread has the turn for as long as the channel takes to refuse a delta. The caller
+        # asks again, over a connection whose answers may not take much longer than this.
+        if not self._turn.acquire(timeout=FLUSH_SECONDS):
+            return (self._unpublished(opened.publisher.trouble or "the channel does not answer"),)
+        try:
+            done = self._try(opened.publisher.flush)
+        finally:
+            self._turn.release()
+        if opened.publisher.state.paused:
+            return ()  # an operator or a guard wants servers to lack these changes
+        if not done:
+            return (self._unpublished(opened.publisher.trouble or self._failure),)
+        unfinished = opened.writer.unfinished()
+        if unfinished is None:
+            return ()
+        return (self._unpublished(unfinished.reason, unfinished.progress),)
+
+    def _unpublished(self, why: str, progress: int = 0) -> UnpublishedShard:
+        step = 0 if self._opened is None else self._opened.writer.newest.step
+        return UnpublishedShard(*self._share, reason=why[:4096], step=step, progress=progress)
 
     def close(self) -> None:
         """Stop, and release the tables. Closing again does nothing."""
@@ -307,12 +335,13 @@ class ShardPublisher:
         found: Tensor = self._tables[table].lookup(ids)
         return found
 
-    def _try(self, call: Callable[[], object]) -> None:
+    def _try(self, call: Callable[[], T]) -> T | None:
         """Make a call that may fail; failures are counted, and logged at doubling counts."""
         try:
-            call()
+            return call()
         except Exception as error:
             self._failures += 1
+            self._failure = str(error)
             if self._failed.due(self._failures):
                 unexpected = None if isinstance(error, MonolithError) else error
                 _log.error(
@@ -322,6 +351,7 @@ class ShardPublisher:
                     error,
                     exc_info=unexpected,
                 )
+            return None
 
 
 STAGES = ("read", "train", "publish")
@@ -423,6 +453,9 @@ class CountedWriter:
     def set_state(self, state: PublishState) -> None:
         self._held.set(float(state.paused), share=self._name)
         self._inner.set_state(state)
+
+    def unfinished(self) -> Unfinished | None:
+        return self._inner.unfinished()
 
     def close(self) -> None:
         self._inner.close()

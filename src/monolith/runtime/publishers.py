@@ -21,11 +21,13 @@ from monolith.store import RankGroups, ServerGroup
 from monolith.store.dense import pack_tensors
 from monolith.sync.messages import LearnedUpTo, LogPosition
 from monolith.sync.publish_messages import (
+    Flushed,
     PublishedWeights,
     PublishOrder,
     PublishProgress,
     PublishStatus,
     ShardPublishStatus,
+    UnpublishedShard,
     checked_order,
 )
 from monolith.wire.messages import Json, read_message, write_message
@@ -67,8 +69,9 @@ class Publishers(Protocol):
         """Return a recent published position of each shard, as the process that leads; it may be a little
         old."""
 
-    def flush(self) -> None:
-        """Publish all remaining changes: the run is at its end, and saved.
+    def flush(self) -> Sequence[UnpublishedShard]:
+        """Publish all remaining changes: the run is at its end, and saved. Return the shards that could not,
+        as their channel cannot be reached; the caller calls again.
 
         Raises:
             RetryableError: A process was lost with changes that it had not published. A run that resumes from
@@ -77,6 +80,18 @@ class Publishers(Protocol):
 
     def close(self) -> None:
         """Stop. Closing again does nothing."""
+
+
+def _not_published(error: RetryableError) -> UnavailableError:
+    """Return the error of a run whose process was lost with changes that it had not published."""
+    return UnavailableError(
+        f"the last changes of the run are saved and not all of them are published: {error}. A run that "
+        "resumes from its last checkpoint publishes all rows."
+    )
+
+
+def _unpublished(answers: Sequence[Mapping[str, Json]]) -> list[UnpublishedShard]:
+    return [one for answer in answers for one in read_message(Flushed, answer).unpublished]
 
 
 class LocalPublisher:
@@ -103,25 +118,30 @@ class LocalPublisher:
         place = self._share.place
         return {} if place is None else {0: place}
 
-    def flush(self) -> None:
-        self._share.flush()
+    def flush(self) -> Sequence[UnpublishedShard]:
+        return self._share.flush()
 
     def close(self) -> None:
         self._share.close()
 
 
 _EXECUTE = "publish/obey"
+_FLUSH = "publish/flush"
 
 
 class RankPublishers:
-    """The publishers of a run of ranks: each publishes its shard, and rank 0 leads and sends the weights."""
+    """The publishers of a run of ranks: each publishes its shard, and rank 0 leads and sends the weights.
+
+    At the end of a run rank 0 asks every rank for its last delta, once the run is saved. The other ranks
+    answer while they wait for the word that the run is over.
+    """
 
     def __init__(self, groups: RankGroups, share: ShardPublisher) -> None:
         self._groups = groups
         self._share = share
         self._lock = concurrency.Lock()  # guards the fields below
         self._statuses: dict[int, ShardPublishStatus] = {}
-        groups.calls.offer({_EXECUTE: self._answer})
+        groups.calls.offer({_EXECUTE: self._answer, _FLUSH: self._answer_flush})
 
     @property
     def sends_weights(self) -> bool:
@@ -150,8 +170,15 @@ class RankPublishers:
             return {}  # an incomplete answer would be read as that of fewer shards
         return {share: LogPosition(one.epoch, one.sequence) for share, one in found.items()}
 
-    def flush(self) -> None:
-        self._share.flush()
+    def flush(self) -> Sequence[UnpublishedShard]:
+        """Have all ranks publish their last changes, as rank 0; see `Publishers`."""
+        if self._groups.rank:
+            return ()  # rank 0 may still save: it asks this rank afterwards, and ends only with its answer
+        try:
+            answers = self._groups.calls.ask_all(_FLUSH, {})
+        except RetryableError as error:
+            raise _not_published(error) from error
+        return _unpublished(answers)
 
     def close(self) -> None:
         self._share.close()
@@ -159,6 +186,9 @@ class RankPublishers:
     def _answer(self, body: dict[str, Json]) -> dict[str, Json]:
         order = checked_order(read_message(PublishOrder, body))
         return write_message(PublishStatus(self._share.execute(order)))
+
+    def _answer_flush(self, _: dict[str, Json]) -> dict[str, Json]:
+        return write_message(Flushed(self._share.flush()))
 
 
 class ServerPublishers:
@@ -211,8 +241,8 @@ class ServerPublishers:
             return {}  # an incomplete answer would be read as that of fewer shards
         return {share: LogPosition(one.epoch, one.sequence) for share, one in found.items()}
 
-    def flush(self) -> None:
-        """Send the servers the last step, and wait until they have published it.
+    def flush(self) -> Sequence[UnpublishedShard]:
+        """Send the servers the last step, and have them publish it.
 
         A server that was lost is waited for if it is going to be replaced; one that is late, for a while.
         """
@@ -225,16 +255,12 @@ class ServerPublishers:
             try:
                 self._try(self._send_newest_weights, RetryableError)
                 self._try(self._send_progress, RetryableError)
-                self._try(lambda: self._group.call_all("publish.flush", run=self._run()), RetryableError)
-                return
+                return _unpublished(self._group.call_all("publish.flush", run=self._run()))
             except RetryableError as error:
                 late = LATE_SECONDS if isinstance(error, DeadlineExceededError) else 0.0
                 wait = max(late, self._group.replacement_timeout.total_seconds())
                 if concurrency.monotonic() - began >= wait:
-                    raise UnavailableError(
-                        f"the last changes of the run are saved and not all of them are published: {error}. "
-                        "A run that resumes from its last checkpoint publishes all rows."
-                    ) from error
+                    raise _not_published(error) from error
                 concurrency.sleep(RETRY_SECONDS)
 
     def close(self) -> None:

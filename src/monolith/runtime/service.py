@@ -55,6 +55,8 @@ before it releases them: each learns its assignment together with the release.
     deal       the work of each worker from now on; departed workers have none
 
 A lost worker is fenced, in case it was only slow: its calls are refused, and it joins again like any other.
+Unless another process has joined as the same worker meanwhile: then it was replaced, and is told to end. If
+both joined again and again, each would end the runs of the other.
 
 Every call may arrive twice, because a caller whose connection broke cannot know whether the first one did. So
 each either has the same effect twice (`halt` returns the pause in force, `saved` takes the maximum, `leave`
@@ -109,6 +111,7 @@ from monolith.runtime.messages import (
     SayOver,
     Served,
     StopRun,
+    Trained,
 )
 from monolith.runtime.push_counts import marked, take_lost_of
 from monolith.wire.messages import Answer, Gone, PollAnswer
@@ -286,6 +289,8 @@ class _Run:
     """Incarnation of a new server -> worker -> its updates that were lost with the old one."""
     joined: set[int] = field(default_factory=set)
     """Workers of the run, as the previous service knew them, until they rejoin."""
+    before: dict[int, str] = field(default_factory=dict)
+    """Worker -> its process, as the previous service knew it, until one rejoins."""
     pushes: dict[int, PushesTold] = field(default_factory=dict)
     """Worker that left -> its pushes."""
     returned: list[Returned] = field(default_factory=list)
@@ -348,6 +353,17 @@ class _Run:
         here = {worker for worker, member in self.members.items() if worker and member != _FENCED}
         return here | self.joined
 
+    @property
+    def all_trained(self) -> dict[int, Trained]:
+        """Worker -> its process and how much that has trained, without the chief."""
+        return {
+            worker: Trained(
+                None if member == _FENCED or worker in self.departing else member, self.trained.get(worker, 0)
+            )
+            for worker, member in {**self.before, **self.members}.items()
+            if worker
+        }
+
     def count_for_workers_that_left(self) -> None:
         """Count the updates of workers that left, lost with servers that were replaced since."""
         for worker, told in self.pushes.items():
@@ -388,6 +404,8 @@ class CoordinationService:
         # started another one. Notified at every change.
         self._changed = concurrency.Condition()
         self._run: _Run | None = None
+        self._processes: dict[int, list[str]] = {}
+        """Worker -> its processes, in the order in which they joined first, over all runs."""
         # The number of the last pause. A new run does not reset it: a number names one pause for as long as
         # this service lives.
         self._halts = 0
@@ -435,6 +453,7 @@ class CoordinationService:
                 f"the chief allows {most} workers and server 0 {self._max_workers}; start all processes with "
                 "the same cluster.max_workers"
             )
+        trained = _by_number(body.trained)
         with self._changed:
             # A service that takes over from a lost server 0 continues to count where that stopped: workers
             # hold states and pushes under the numbers of earlier pauses.
@@ -455,6 +474,8 @@ class CoordinationService:
                 joined=set(body.joined),
                 pushes=_by_number(body.pushes),
                 left=_by_number(body.left),
+                before={worker: one.member for worker, one in trained.items() if one.member is not None},
+                trained={worker: one.examples for worker, one in trained.items()},
             )
             self._run.count_for_workers_that_left()
             self._note(self._run)
@@ -614,6 +635,13 @@ class CoordinationService:
         """
         self._check_worker(body.worker)
         worker, member, known = body.worker, body.member, body.known
+        if body.process is not None:
+            with self._changed:
+                processes = self._processes.setdefault(worker, [])
+                if body.process not in processes:
+                    processes.append(body.process)
+                if body.process != processes[-1]:
+                    return Joined(replaced=True)
 
         def has_news() -> bool:
             run = self._run
@@ -637,7 +665,8 @@ class CoordinationService:
             if run.over:
                 run.told.add(worker)
                 return Joined(over=True, unfinished=run.unfinished)
-            if run.failure is None and run.members.get(worker, member) not in (member, _FENCED):
+            process = run.members.get(worker, run.before.get(worker, member))
+            if run.failure is None and process not in (member, _FENCED):
                 # Another process has this number: it restarted. What it had trained since the last snapshot
                 # is in the model, and it would train that again.
                 if not run.keep_going:
@@ -650,10 +679,13 @@ class CoordinationService:
             if run.failure is not None:
                 ago = self._clock() - run.failed_at
                 return Joined(failed=FailedRun(run.name, run.failure, run.final, ago))
+            if worker in run.joined and not (worker in run.trained or worker in run.gone):
+                self._count_unknown(run, worker)
             if run.hands_out:
                 self._begin_with_nothing(run, worker)
             run.members[worker] = member
             run.joined.discard(worker)
+            run.before.pop(worker, None)
             run.pushes.pop(worker, None)
             # A new process has pushed nothing to servers that were replaced before it joined: with this the
             # count of their lost updates does not wait for it.
@@ -678,6 +710,9 @@ class CoordinationService:
             if run.name != body.run or other or unknown:
                 failed = FailedRun(body.run, "the run was restarted without this worker", False, 0.0)
                 return Joined(failed=failed)
+            if run.before.pop(body.worker, body.member) != body.member:
+                # The previous service had let it join in place of that process, and was lost with the word.
+                self._count_returned(run, body.worker)
             run.members[body.worker] = body.member
             run.joined.discard(body.worker)
             for incarnation, updates in body.lost.items():
@@ -748,6 +783,7 @@ class CoordinationService:
                 joined=() if worker else tuple(sorted(run.having_part)),
                 pushes={} if worker else _by_text(run.pushes),
                 left={} if worker else _by_text(run.left),
+                trained={} if worker else _by_text(run.all_trained),
             )
 
     def _arrive(self, body: Arrive) -> None:
@@ -921,6 +957,16 @@ class CoordinationService:
             seconds,
             f"{records:,} as far as it had said",
         )
+
+    def _count_unknown(self, run: _Run, worker: int) -> None:
+        """Note that a worker joins which may have had an earlier process: only the lost service knew."""
+        run.returned.append(Returned(worker, None, 0.0))
+        _log.warning(
+            "worker %d joined, and server 0 was lost before it had told whether an earlier process of this "
+            "worker had trained; if one had, the records since its last saved position are trained again",
+            worker,
+        )
+        self._note(run)
 
     def _fail(self, run: _Run, why: str, *, final: bool = False) -> None:
         if run.failure is None:

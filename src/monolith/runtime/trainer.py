@@ -569,6 +569,7 @@ class Trainer:
             leads=leads,
             pause_file=plan.pause_file,
             refresh=self._coordinator.placement.refresh,
+            stopped=lambda: session.interrupted,
         )
         session.training_step.learned = publishers.note
         session.idle = lambda: hook.idle(run)

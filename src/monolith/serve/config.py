@@ -138,7 +138,8 @@ class BatchingConfig(Checked):
     """How long a request may wait for others while the model is idle. 0 batches only the requests that arrive
     while the model is busy."""
     runners: int = 1
-    """Number of batches of one version that run at a time."""
+    """Largest number of batches of one version that run at a time. More than one run only while batches take
+    5 ms or more: of shorter ones, Python can run one at a time. For more cores, start several processes."""
 
     def problems(self) -> Iterator[Problem]:
         for name in ("max_rows", "runners"):

@@ -227,13 +227,16 @@ class DenseGraph:
         graph: The bytes of its file.
         weights: Weights by name, in the order of the graph's inputs.
         name: The name of the graph in an error.
+        record: Whether it is run without Python between its operators, if that gives the same answers.
 
     Raises:
         CorruptFileError: The graph contains something that is not allowed.
         RestoreError: This version of torch cannot read it, or the weights do not fit.
     """
 
-    def __init__(self, graph: bytes, weights: Mapping[str, Tensor], name: str = "graph.pt2") -> None:
+    def __init__(
+        self, graph: bytes, weights: Mapping[str, Tensor], name: str = "graph.pt2", *, record: bool = True
+    ) -> None:
         clean = clean_graph(graph, name)
         try:
             program = torch.export.load(io.BytesIO(clean))
@@ -269,7 +272,8 @@ class DenseGraph:
         self.swap(weights)
         shapes = [one.meta["val"].shape for one in places[fixed:]]
         self._name = name
-        self._run = _without_python(module, self._values, lambda rows: _drawn(shapes, rows), name)
+        if record:
+            self._run = _without_python(module, self._values, lambda rows: _drawn(shapes, rows), name)
 
     @property
     def weights(self) -> dict[str, Tensor]:

@@ -60,6 +60,15 @@ TakeSnapshot = Callable[[Tensor | None], Iterator[Message]]
 from any thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What readers still lack although the channel has taken every delta."""
+
+    reason: str
+    progress: int = 0
+    """A number that grows as long as the channel works on it without a failure."""
+
+
 class DeltaWriter(Protocol):
     """The publisher's end of one shard. For one thread; the snapshot callback is called from other
     threads."""
@@ -81,6 +90,10 @@ class DeltaWriter(Protocol):
 
     def set_state(self, state: PublishState) -> None:
         """Tell the publish state to all readers, present and future."""
+
+    def unfinished(self) -> Unfinished | None:
+        """Return what readers lack if this process ends now, besides deltas that were not appended: such as a
+        snapshot that is not written. None if they lack nothing."""
 
     def close(self) -> None:
         """Stop. Closing again does nothing."""
@@ -400,6 +413,9 @@ class MemoryWriter:
     def set_state(self, state: PublishState) -> None:
         self._opened().set_state(state)
 
+    def unfinished(self) -> Unfinished | None:
+        return None
+
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
@@ -480,6 +496,12 @@ class SnapshotMaker:
         self._changed = concurrency.Condition()  # guards everything below
         self._take: TakeSnapshot | None = None
         self._wanted = self._closed = False
+        self._unwritten = False
+        """Whether a snapshot was wanted by `begin` or `want`, and none was written since."""
+        self._trouble = ""
+        """Why the last attempt to write it failed."""
+        self._written = 0
+        """Messages of it that were written before the first failure."""
         self._epoch = 0
         self._thread: concurrency.Thread | None = None
 
@@ -488,7 +510,8 @@ class SnapshotMaker:
         with self._changed:
             self._take = take
             self._epoch += 1
-            self._wanted = True
+            self._wanted = self._unwritten = True
+            self._trouble, self._written = "", 0
             if self._thread is None:
                 self._thread = concurrency.Thread(target=self._run, name="snapshots", daemon=True)
                 self._thread.start()
@@ -497,8 +520,17 @@ class SnapshotMaker:
     def want(self) -> None:
         """Write a snapshot soon."""
         with self._changed:
-            self._wanted = True
+            self._wanted = self._unwritten = True
             self._changed.notify_all()
+
+    def unfinished(self) -> Unfinished | None:
+        """Return the snapshot that is wanted and not written: without it, readers may find deltas that they
+        cannot start from."""
+        with self._changed:
+            if not self._unwritten:
+                return None
+            why = f": {self._trouble}" if self._trouble else ""
+            return Unfinished(f"the snapshot is not written yet{why}", self._written)
 
     def close(self) -> None:
         """Abandon a snapshot in progress; return when the thread has ended. Closing again does nothing."""
@@ -523,6 +555,9 @@ class SnapshotMaker:
                 if wanted or self._asked():
                     self._write(self._while_current(take, epoch))
                     failures, worth_logging = 0, Doublings()
+                    with self._changed:
+                        self._unwritten = self._wanted  # again, if one was asked for meanwhile
+                        self._trouble, self._written = "", 0
             except _AbandonedError:
                 continue
             except Exception as error:  # any failure: publishing continues, and the next attempt may succeed
@@ -532,6 +567,7 @@ class SnapshotMaker:
                     text = "delta channel: a snapshot could not be written (%d times), retrying: %s"
                     _log.log(level, text, failures, error)
                 with self._changed:
+                    self._trouble = str(error)
                     self._changed.wait_for(lambda: self._closed, self._check_every)
                     self._wanted = True
 
@@ -540,6 +576,8 @@ class SnapshotMaker:
             with self._changed:
                 if self._closed or self._epoch != epoch:
                     raise _AbandonedError
+                if not self._trouble:
+                    self._written += 1
             yield message
 
 

@@ -37,7 +37,7 @@ from monolith.errors import (
     RequestError,
     UnavailableError,
 )
-from monolith.sync.channel import LOG_BYTES, DeltaLog, ShardLog, TakeSnapshot
+from monolith.sync.channel import LOG_BYTES, DeltaLog, ShardLog, TakeSnapshot, Unfinished
 from monolith.sync.messages import BUCKETS, Delta, LogPosition, Message, PublishState
 from monolith.sync.wire_format import encode, log_to_plain
 from monolith.wire.bulk import BulkMessages
@@ -421,6 +421,9 @@ class FlightDeltaWriter:
 
     def set_state(self, state: PublishState) -> None:
         self.log.set_state(state)
+
+    def unfinished(self) -> Unfinished | None:
+        return None
 
     def close(self) -> None:
         self._deregister()

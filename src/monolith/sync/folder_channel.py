@@ -43,7 +43,7 @@ from monolith.errors import (
     FilesystemError,
     UnavailableError,
 )
-from monolith.sync.channel import LOG_BYTES, ShardLog, SnapshotMaker, TakeSnapshot
+from monolith.sync.channel import LOG_BYTES, ShardLog, SnapshotMaker, TakeSnapshot, Unfinished
 from monolith.sync.messages import Delta, LogPosition, Message, PublishState, SnapshotBegin, SnapshotEnd
 from monolith.sync.wire_format import (
     FRAME_LIMIT,
@@ -158,6 +158,9 @@ class FolderDeltaWriter:
                 file.write(encode(state))
         except FilesystemError as cause:
             raise UnavailableError(f"cannot publish to {self._folder}: {cause}") from cause
+
+    def unfinished(self) -> Unfinished | None:
+        return self._maker.unfinished()
 
     def close(self) -> None:
         """Stop making snapshots. The files stay. Closing again does nothing."""

@@ -25,7 +25,7 @@ from typing import Any
 from monolith import concurrency
 from monolith.data.kafka.config import ClientLog, check_settings, import_kafka
 from monolith.errors import ConfigError, UnavailableError
-from monolith.sync.channel import LOG_BYTES, ShardLog, SnapshotMaker, TakeSnapshot
+from monolith.sync.channel import LOG_BYTES, ShardLog, SnapshotMaker, TakeSnapshot, Unfinished
 from monolith.sync.kafka_reader import (
     Envelope,
     KafkaDeltaReader,
@@ -140,6 +140,9 @@ class KafkaDeltaWriter:
         with self._sending:
             self._envelope = replace(self._opened(), state=state)
             self._send(encode(state))
+
+    def unfinished(self) -> Unfinished | None:
+        return self._maker.unfinished()
 
     def close(self) -> None:
         """Stop making snapshots. The messages stay. Closing again does nothing."""

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Literal
 
 from monolith.config import Checked, Problem
+from monolith.config.problems import not_negative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +81,10 @@ class PublishConfig(Checked):
     keep_bytes: int = 256 << 20
     """The most bytes of published changes in each shard's log; a server that is further behind takes a
     snapshot."""
+    finish_timeout: timedelta = timedelta(minutes=1)
+    """How long a run retries at its end if the channel does not take its last changes. Then the run, which is
+    saved, ends with status 75, and its next start publishes all rows. A snapshot that is being written may
+    take longer. 0 tries once."""
     guard: GuardConfig = field(default_factory=GuardConfig)
 
     @property
@@ -93,5 +98,6 @@ class PublishConfig(Checked):
             given = getattr(self, name)
             if given <= timedelta(0):
                 yield Problem((name,), f"must be more than 0, got {given}")
+        yield from not_negative(self, "finish_timeout")
         if self.keep_bytes < 1 << 20:
             yield Problem(("keep_bytes",), f"must be at least 1048576, a mebibyte, got {self.keep_bytes}")

@@ -113,6 +113,27 @@ class PublishStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class UnpublishedShard:
+    """A shard whose last changes are not published at the end of a run."""
+
+    share: Count
+    shares: Count
+    reason: Reason
+    step: Count = 0
+    """The step up to which the newest delta has learned."""
+    progress: Count = 0
+    """A number that grows as long as the channel works on them without a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Answers the order to publish all remaining changes."""
+
+    unpublished: tuple[UnpublishedShard, ...] = ()
+    """Shards that could not; the order is repeated."""
+
+
+@dataclass(frozen=True, slots=True)
 class PublishProgress:
     """Tells a parameter server, at intervals, the step and watermark of the run, which it cannot see
     itself."""

@@ -269,7 +269,10 @@ class Publisher:
             return delta if sent else None
 
     def flush(self) -> bool:
-        """Publish all changes up to now; return whether that succeeded."""
+        """Publish all changes up to now, the newest dense weights included; return whether that succeeded."""
+        with self._lock:
+            if self._ask_dense is not None and self._ask_dense() is not self._dense:
+                self._dense_at = float("-inf")  # due, however recently other weights were sent
         while True:
             self.publish_now()
             with self._lock:

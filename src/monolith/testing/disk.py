@@ -58,11 +58,18 @@ class SimDisk:
         self._folders: set[str] = {""}
         self.locks: dict[str, SimMachine] = {}
         """File -> the machine that has locked it. A lock ends with its machine, not when that is paused."""
+        self._cut: dict[str, float] = {}
+        """Folder -> the virtual time until which its files cannot be used."""
 
     def attach(self, machine: SimMachine) -> None:
         """Let a machine use this disk."""
         machine.disk = self
         machine.on_kill.append(lambda: self._tear(machine))
+
+    def cut(self, folder: str, seconds: float) -> None:
+        """Let no file in a folder be read, written or renamed for a while, as on a volume that is away."""
+        self._simulation.note(f"disk: {folder} is away for {seconds:.1f} s")
+        self._cut[_plain(folder.removeprefix("sim://"))] = self._simulation.now + seconds
 
     def is_same(self, other: Backend) -> bool:
         return other is self
@@ -195,6 +202,9 @@ class SimDisk:
     def _take_time(self, path: str) -> None:
         self._wait()
         simulation = self._simulation
+        for folder, until in self._cut.items():
+            if simulation.now < until and _plain(path).startswith(f"{folder}/"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         if self.faults.error_chance and simulation.random.random() < self.faults.error_chance:
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 

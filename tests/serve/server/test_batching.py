@@ -10,7 +10,7 @@ from serve.server.linear import LinearAnswer, LinearModel, LinearSignature
 
 from monolith.errors import DeadlineExceededError, OverloadedError, RequestError, UnavailableError
 from monolith.serve.config import BatchingConfig, ServeLimits
-from monolith.serve.server.batching import ModelOutputs, RequestBatcher, joined
+from monolith.serve.server.batching import LONG_BATCH, ModelCall, ModelOutputs, RequestBatcher, joined
 from monolith.serve.server.tensors import columns_of, listed_tensor
 
 PATIENCE = 60
@@ -352,3 +352,110 @@ def test_many_callers_at_once_each_get_their_own(runners):
     assert not wrong
     assert waiting(batching) == 0
     assert batching._leaders == 0
+
+
+# Several requests of one thread
+
+
+def ask_all(batching, *requests):
+    found = batching.run_all([ModelCall(columns(*users), None) for users in requests])
+    return [one if isinstance(one, Exception) else one.outputs["score"].tolist() for one in found]
+
+
+def test_several_requests_of_a_thread_are_answered_in_one_batch():
+    model = LinearModel()
+    batching = batcher(model)
+    assert ask_all(batching, ["a", "bb"], ["ccc"], ["dddd"]) == [[1, 2], [3], [4]]
+    assert model.batches == [4]
+    assert ask_all(batching, ["a"]) == [[1]]
+    assert ask_all(batching) == []
+    assert batching._leaders == 0
+
+
+def test_of_several_requests_only_the_wrong_one_fails():
+    found = ask_all(batcher(LinearModel()), ["a"], ["bad"], ["bb"])
+    assert (found[0], found[2]) == ([1], [2])
+    assert isinstance(found[1], RequestError)
+
+
+def test_of_several_requests_those_that_find_the_queue_full_are_refused():
+    found = ask_all(batcher(LinearModel(), queue=2), ["a"], ["bb"], ["ccc"])
+    assert found[:2] == [[1], [2]]
+    assert isinstance(found[2], OverloadedError)
+
+
+def test_of_several_requests_a_large_one_runs_in_pieces():
+    model = LinearModel()
+    assert ask_all(batcher(model, max_rows=2), ["a"], ["a", "bb", "ccc"], ["dd"]) == [[1], [1, 2, 3], [2]]
+    assert sorted(model.batches) == [1, 2, 2]
+
+
+def test_of_several_requests_the_most_urgent_runs_first():
+    model = LinearModel()
+    asked = [("a", 9), ("bb", 1), ("ccc", 5)]
+    calls = [ModelCall(columns(user), None, priority) for user, priority in asked]
+    order = []
+
+    def predict(values, *, deadline=None):
+        order.extend(values["user"])
+        return model.predict(values, deadline=deadline)
+
+    batching = RequestBatcher(predict, BatchingConfig(max_rows=1), limits=ServeLimits(), clock=time.monotonic)
+    assert [one.outputs["score"].tolist() for one in batching.run_all(calls)] == [[1], [2], [3]]
+    assert order == [b"bb", b"ccc", b"a"]
+
+
+# Runners
+
+
+class TimedModel:
+    """A model whose batches take `seconds` by a clock of its own; "slow" waits for `gate`."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.now = 0.0
+        self.model = LinearModel()
+
+    def predict(self, values, *, deadline=None):
+        self.now += self.seconds
+        return self.model.predict(values, deadline=deadline)
+
+    def batcher(self):
+        config = BatchingConfig(runners=2)
+        return RequestBatcher(self.predict, config, limits=ServeLimits(), clock=lambda: self.now)
+
+
+@pytest.mark.parametrize("seconds", [LONG_BATCH / 2, 2 * LONG_BATCH])
+def test_a_second_runner_starts_only_if_batches_take_long(seconds):
+    timed = TimedModel(seconds)
+    batching = timed.batcher()
+    for _ in range(20):
+        batching.run(columns("a"), None)
+    callers = Callers(batching)
+    callers.ask("slow", "slow")
+    until(lambda: timed.model.busy == 1)
+    callers.ask("other", "bb")
+    if seconds > LONG_BATCH:
+        until(lambda: "other" in callers.answers)  # while the first one still runs
+    else:
+        until(lambda: waiting(batching) == 1)
+    timed.model.gate.set()
+    callers.wait()
+    assert callers.answers == {"slow": [4], "other": [2]}
+    assert batching._leaders == 0
+
+
+def test_one_batch_that_took_long_starts_no_second_runner():
+    timed = TimedModel(0.0)
+    batching = timed.batcher()
+    for seconds in (0.0, 60.0):
+        timed.seconds = seconds
+        batching.run(columns("a"), None)
+    callers = Callers(batching)
+    callers.ask("slow", "slow")
+    until(lambda: timed.model.busy == 1)
+    callers.ask("other", "bb")
+    until(lambda: waiting(batching) == 1)
+    timed.model.gate.set()
+    callers.wait()
+    assert callers.answers == {"slow": [4], "other": [2]}

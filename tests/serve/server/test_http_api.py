@@ -1,5 +1,6 @@
 """The protocol over HTTP: every path, every error, JSON and binary tensors; and callers that mean no good."""
 
+import contextlib
 import gzip
 import http.client
 import json
@@ -497,6 +498,45 @@ def on_the_loop(model: LinearModel) -> list[bool]:
 
 
 def test_a_short_request_that_is_alone_is_answered_on_the_loop():
+    model = LinearModel(answers_here=True)
+    with serving(one_model(model)) as server:
+        for _ in range(3):
+            assert infer(server, rows_json("ann"), path="/v2/models/f/infer")[0] == 200
+    assert on_the_loop(model) == [True] * 3
+
+
+def test_short_requests_that_arrive_together_are_answered_on_the_loop_in_one_batch():
+    model = LinearModel(answers_here=True)
+    users = ["a", "bb", "bad", "dddd"]
+    with serving(one_model(model)) as server, contextlib.ExitStack() as stack:
+        connections = []
+        for _ in range(len(users) + 1):
+            one = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=PATIENCE)
+            stack.callback(one.close)
+            one.request("POST", "/v2/models/f/infer", json.dumps(rows_json("warm")))
+            assert one.getresponse().read()
+            connections.append(one)
+        first, *others = connections
+        first.request("POST", "/v2/models/f/infer", json.dumps(rows_json("slow")))
+        until(lambda: model.busy == 1)  # the loop is in the model, and reads nothing
+        for one, user in zip(others, users, strict=True):
+            one.request("POST", "/v2/models/f/infer", json.dumps(rows_json(user)))
+        model.batches.clear()
+        model.gate.set()
+        assert data_of(json.loads(first.getresponse().read())) == [4]
+        replies = [one.getresponse() for one in others]
+        assert [reply.status for reply in replies] == [200, 200, 400, 200]
+        bodies = [json.loads(reply.read()) for reply in replies]
+    assert [data_of(bodies[number])[0] for number in (0, 1, 3)] == [1, 2, 4]
+    assert "row 0" in bodies[2]["error"]
+    assert model.batches == [1, 1, 1, 1]  # the slow one; then one batch, refused for a row, and so each alone
+    assert all(on_the_loop(model))
+    assert len(model.threads) == len(connections) + 1 + 1 + len(users)
+
+
+def test_requests_return_to_the_loop_after_those_on_other_threads(monkeypatch):
+    monkeypatch.setattr(http_api, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(http_api, "QUICK_SECONDS", -1.0)  # every answer counts as slow, but for no time
     model = LinearModel(answers_here=True)
     with serving(one_model(model)) as server:
         for _ in range(3):

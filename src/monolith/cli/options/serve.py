@@ -143,7 +143,8 @@ class ServeOptions:
     """Milliseconds that a request may wait for others while the model is idle; by default 0
     (serve.batching.max_delay)."""
     runners: int | None = None
-    """Number of batches of one version that run at a time; by default 1 (serve.batching.runners)."""
+    """Largest number of batches of one version that run at a time, while they take 5 ms or more; by default 1
+    (serve.batching.runners)."""
     max_request_bytes: str | None = None
     """Largest request with binary tensors, as in 64MiB, the default (serve.limits.request_bytes)."""
     max_json_bytes: str | None = None

@@ -65,6 +65,7 @@ from monolith.nn.layers.sequences import (
     MaxPooling,
     SumPooling,
 )
+from monolith.nn.layers.transducers import GRUEncoder, HSTUEncoder, SASRecEncoder
 
 __all__ = [
     "ACTIVATIONS",
@@ -92,9 +93,11 @@ __all__ = [
     "BatchNorm",
     "CDot",
     "Dense",
+    "GRUEncoder",
     "GradNorm",
     "GradNormOutput",
     "GroupInt",
+    "HSTUEncoder",
     "IRazor",
     "ItemFrequency",
     "Kernel",
@@ -106,6 +109,7 @@ __all__ = [
     "MaxPooling",
     "MonitoredReLU",
     "PReLU",
+    "SASRecEncoder",
     "SeNet",
     "SumPooling",
     "WeightInit",

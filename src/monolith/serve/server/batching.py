@@ -21,16 +21,21 @@ busy.
 The queue is in order of priority, and of arrival within one. A request of more than `max_rows` rows runs in
 pieces, and after each it waits behind the other requests: a small one waits for one piece of it at most.
 
+With `runners`, several leaders run batches at a time, but only if batches take long: Python runs one thread
+at a time, and a short batch is mostly Python. A second leader would halve the batches and gain nothing
+(docs/decisions/0080).
+
 Invariant, under `RequestBatcher._lock`: while the queue is not empty, at least one request leads or has been
 told to lead.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,6 +137,7 @@ class Reservation:
         self._quotas.release(self._peer, self._bytes)
 
 
+_T = TypeVar("_T")
 Clock = Callable[[], float]
 _LATE = "the deadline of the request passed before the model answered"
 
@@ -144,6 +150,18 @@ Report = Callable[[int, int], None]
 
 DEFAULT_PRIORITY = 5
 """Of a request that names none; 1 is answered first, 9 last."""
+LONG_BATCH = 0.005
+"""Seconds that batches take at least if several run at a time."""
+_RECENT = 8
+"""Batches that are looked at: the shortest counts, since a busy machine makes single ones longer."""
+
+
+class ModelCall(NamedTuple):
+    """What one request asks of the model."""
+
+    columns: RequestColumns
+    deadline: float | None
+    priority: int = DEFAULT_PRIORITY
 
 
 @dataclass(slots=True)
@@ -228,6 +246,7 @@ class RequestBatcher:
         limits: `queue` and `queue_rows` bound what waits.
         clock: The clock of deadlines, in seconds.
         report: Called after each batch.
+        long_batch: Seconds that batches take at least if several run at a time.
     """
 
     def __init__(
@@ -238,6 +257,7 @@ class RequestBatcher:
         limits: ServeLimits,
         clock: Clock,
         report: Report | None = None,
+        long_batch: float = LONG_BATCH,
     ) -> None:
         self._ask = ask
         self._max_rows = config.max_rows
@@ -253,6 +273,9 @@ class RequestBatcher:
         self._queued_rows = 0
         """Rows of the requests in the queue that were not taken yet."""
         self._leaders = 0
+        self._long_batch = long_batch
+        self._recent: deque[float] = deque([0.0] * _RECENT, _RECENT)
+        """Seconds that the last batches took."""
 
     def run(
         self, columns: RequestColumns, deadline: float | None, priority: int = DEFAULT_PRIORITY
@@ -268,20 +291,62 @@ class RequestBatcher:
         """
         with self._lock:
             # A request that finds nothing queued needs no place in the queue: it leads from the start.
-            is_alone = not self._queue and self._leaders < self._runners and not self._delay
+            is_alone = not self._queue and not self._delay and self._wants_leader()
             is_alone = is_alone and columns.rows <= self._max_rows
             self._leaders += is_alone
         if is_alone:
             return self._run_alone(columns, deadline)
         mine = _Waiting(columns, deadline, self._clock(), priority)
+        self._add(mine)
+        return self._result(mine)
+
+    def run_all(self, calls: Sequence[ModelCall]) -> list[ModelOutputs | Exception]:
+        """Answer several requests on this thread, in as few batches as possible.
+
+        Returns:
+            For each request its answer, or the error that `run` would raise.
+        """
+        found: dict[int, ModelOutputs | Exception] = {}
+        now = self._clock()
+        # The order of the queue, and no request in pieces, which would return to its end. So the first of
+        # these that has no answer yet is the first to lead: this thread never waits for a request that waits
+        # for this thread.
+        order = sorted(range(len(calls)), key=lambda number: calls[number].priority)
+        together = [number for number in order if calls[number].columns.rows <= self._max_rows]
+        if len(together) > 1:
+            waiting = {
+                number: _Waiting(*calls[number][:2], now, calls[number].priority) for number in together
+            }
+            for number, one in waiting.items():  # all are queued before the first leads, and are in its batch
+                if (refused := _or_error(self._add, one)) is not None:
+                    found[number] = refused
+            for number, one in waiting.items():
+                if number not in found:
+                    found[number] = _or_error(self._result, one)
+        return [
+            found[number] if number in found else _or_error(self.run, *calls[number])
+            for number in range(len(calls))
+        ]
+
+    def _wants_leader(self) -> bool:
+        """Whether a request that arrives now should lead. Called under the lock."""
+        if self._leaders == 0:
+            return True
+        return self._leaders < self._runners and min(self._recent) >= self._long_batch
+
+    def _add(self, mine: _Waiting) -> None:
+        """Queue a request; it leads if the model is idle."""
         with self._lock:
-            self._check_room(columns.rows)
+            self._check_room(mine.columns.rows)
             self._enqueue(mine)
-            if self._leaders < self._runners:
+            if self._wants_leader():
                 self._leaders += 1
                 mine.leads = True
             elif self._delay:
                 self._came.notify_all()
+
+    def _result(self, mine: _Waiting) -> ModelOutputs:
+        """Wait for the answer to a queued request, or run the model if it leads."""
         if mine.leads or self._wait(mine):
             self._lead(mine)
         if mine.error is not None:
@@ -291,13 +356,15 @@ class RequestBatcher:
 
     def _run_alone(self, columns: RequestColumns, deadline: float | None) -> ModelOutputs:
         """Run a request as a batch of its own, as the leader; then hand over to those that came meanwhile."""
+        begun = self._clock()
         try:
-            if deadline is not None and deadline <= self._clock():
+            if deadline is not None and deadline <= begun:
                 raise DeadlineExceededError(_LATE)
             answer = self._ask(columns.asked, deadline=deadline)
             found = ModelOutputs(plain_outputs(answer), tuple(answer.missing), answer.freshness)
         finally:
             with self._lock:
+                self._recent.append(self._clock() - begun)
                 self._hand_over()
         if self._report is not None:
             self._report(1, columns.rows)
@@ -352,8 +419,12 @@ class RequestBatcher:
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """Make the first waiting request lead, if there is one. Called under the lock."""
-        for one in self._queue:
+        """Make the first waiting request lead, if there is one. Called under the lock.
+
+        A leader that is not the last one stops instead if batches have become short.
+        """
+        is_spare = self._leaders > 1 and min(self._recent) < self._long_batch
+        for one in () if is_spare else self._queue:
             if not one.leads:
                 one.leads = True
                 one.wake.release()
@@ -403,12 +474,15 @@ class RequestBatcher:
     def _run(self, batch: Sequence[_Piece]) -> None:
         if not batch:
             return
+        begun = self._clock()
         try:
             if len(batch) == 1:
                 self._run_one(batch[0])
             else:
                 self._run_together(batch)
         finally:
+            with self._lock:
+                self._recent.append(self._clock() - begun)
             for piece in batch:
                 self._put_back_or_tell(piece)
         if self._report is not None:
@@ -477,6 +551,13 @@ class RequestBatcher:
         """Wake the thread of an answered request. A leader is awake already."""
         if not one.leads and not one.gone and one.wake.locked():
             one.wake.release()
+
+
+def _or_error(do: Callable[..., _T], *given: Any) -> _T | Exception:
+    try:
+        return do(*given)
+    except Exception as error:
+        return error
 
 
 def joined(parts: Sequence[ModelOutputs], times: Sequence[float]) -> ModelOutputs:

@@ -2,8 +2,8 @@
 
 `http_loop` reads and writes for all connections. Work that would block it, such as decoding, waiting for the
 model and encoding, is done on other threads. Bodies are read here, within bytes and time. Health probes are
-answered on the loop: they wait for no thread and count in no quota. So is a short request that is alone: it
-saves the way to another thread and back (docs/decisions/0077).
+answered on the loop: they wait for no thread and count in no quota. So are short requests, as many as have
+arrived in one batch: that saves the way to other threads and back (docs/decisions/0077 and 0080).
 
 The Open Inference Protocol over HTTP: from a whole request to a whole answer, on any thread.
 
@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,14 @@ from monolith.errors import (
 )
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.batching import Quotas, Reservation
-from monolith.serve.server.http_bodies import JsonReader, packed, read_infer, unpacked, write_infer
+from monolith.serve.server.http_bodies import (
+    BinaryOutputs,
+    JsonReader,
+    packed,
+    read_infer,
+    unpacked,
+    write_infer,
+)
 from monolith.serve.server.http_loop import HttpLoop, KnownHosts, Message, Receive, Send
 from monolith.serve.server.inference import (
     HTTP_STATUS,
@@ -49,6 +58,8 @@ from monolith.serve.server.inference import (
     UNLOAD_PARAMETERS,
     VERSION,
     Inference,
+    InferReply,
+    InferRequest,
     check_parameters,
     code_of,
     read_version,
@@ -117,6 +128,12 @@ class _App:
         self._quick_from = 0.0
         """When requests may be answered on the loop again, by its clock."""
         self._threads = threads
+        self._short: deque[tuple[HttpRequest, asyncio.Future[HttpReply]]] = deque()
+        """Short requests that arrived and wait for `_answer_short`."""
+        self._is_due = False
+        """Whether `_answer_short` will be called."""
+        self._short_on_threads = 0
+        """Short requests that are answered on other threads."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["raw_path"].decode("ascii", "replace")
@@ -159,26 +176,93 @@ class _App:
             return  # the caller is gone
         request.body = body
         loop = asyncio.get_running_loop()
-        if self._may_be_quick(request, loop.time()):
+        if self._reading == 1 and not self._short_on_threads and self._is_short(request, QUICK_BYTES):
             await asyncio.sleep(0)  # what else has arrived by now is counted then
-            if self._reading == 1 and self._api.is_idle:
-                begun = loop.time()
+            if self._reading == 1 and self._may_use_loop(loop.time()):
+                begun = time.thread_time()
                 reply = self._api.answer(request)
-                if loop.time() - begun > QUICK_SECONDS:
-                    self._quick_from = loop.time() + REST_SECONDS
+                self._note_time(loop.time(), time.thread_time() - begun)
                 await _write(send, reply)
                 return
-        await _write(send, await loop.run_in_executor(self._threads, self._api.answer, request))
+        if not self._is_short(request, QUICK_BATCH_BYTES // QUICK_REQUESTS):
+            await _write(send, await loop.run_in_executor(self._threads, self._api.answer, request))
+            return
+        answered: asyncio.Future[HttpReply] = loop.create_future()
+        self._short.append((request, answered))
+        self._call_soon(loop)
+        await _write(send, await answered)
 
-    def _may_be_quick(self, request: HttpRequest, now: float) -> bool:
-        """Whether a request may be answered on the loop, if it is alone: a short one that asks a model."""
+    def _is_short(self, request: HttpRequest, most: int) -> bool:
+        """Whether a request may be answered on the loop: one of at most so many bytes that asks a model."""
         return (
-            self._reading == 1
-            and len(request.body) <= QUICK_BYTES
-            and now >= self._quick_from
+            len(request.body) <= most
             and request.path.endswith("/infer")
             and "content-encoding" not in request.headers
         )
+
+    def _may_use_loop(self, now: float) -> bool:
+        """Whether short requests may be answered on the loop now: it would not wait for a large request, or
+        for one over gRPC, and did not take long lately."""
+        return (
+            now >= self._quick_from
+            and self._api.answers_at_once
+            and self._api.in_flight <= self._short_on_threads
+        )
+
+    def _note_time(self, now: float, seconds: float) -> None:
+        if seconds > QUICK_SECONDS:
+            self._quick_from = now + REST_SECONDS
+
+    def _call_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_due:
+            self._is_due = True
+            loop.call_soon(self._answer_short, loop)
+
+    def _answer_short(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Answer the short requests that have arrived, in batches on the loop, or each on another thread."""
+        self._is_due = False
+        if not self._may_use_loop(loop.time()):
+            while self._short:
+                request, answered = self._short.popleft()
+                self._short_on_threads += 1
+                running = loop.run_in_executor(self._threads, self._api.answer, request)
+                running.add_done_callback(partial(self._end_on_thread, loop, answered))
+            return
+        # Short requests that went to other threads are waited for. Otherwise, under load, there would always
+        # be some, and the loop would never be used again.
+        if self._short_on_threads:
+            return
+        some = [self._short.popleft() for _ in range(min(len(self._short), QUICK_REQUESTS))]
+        begun = time.thread_time()
+        try:
+            replies = self._api.answer_all([request for request, _ in some])
+        except Exception as error:  # a bug, and no client may wait forever
+            for _, answered in some:
+                answered.set_exception(error)
+        else:
+            for (_, answered), reply in zip(some, replies, strict=True):
+                if not answered.done():  # the server may have been told to stop meanwhile
+                    answered.set_result(reply)
+        self._note_time(loop.time(), time.thread_time() - begun)
+        if self._short:  # the loop reads and writes in between
+            self._call_soon(loop)
+
+    def _end_on_thread(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        answered: asyncio.Future[HttpReply],
+        running: asyncio.Future[HttpReply],
+    ) -> None:
+        self._short_on_threads -= 1
+        if not answered.done():
+            if running.cancelled():
+                answered.cancel()
+            elif (error := running.exception()) is not None:
+                answered.set_exception(error)
+            else:
+                answered.set_result(running.result())
+        if self._short:
+            self._call_soon(loop)
 
     async def _body(self, request: HttpRequest, receive: Receive) -> bytes | None:
         most = self._api.most_bytes(request.headers)
@@ -231,10 +315,15 @@ else."""
 _RETRY = {"retry-after": "1"}
 _REMEMBERED_PATHS = 256
 QUICK_BYTES = 64 << 10
+"""The largest body of a request that is answered on the loop because it is alone."""
+QUICK_REQUESTS = 16
+QUICK_BATCH_BYTES = 256 << 10
+"""The most requests that are answered on the loop together, and the most bytes of their bodies. A longer one
+is mostly arithmetic, during which the loop can read and write if another thread does it."""
 QUICK_SECONDS = 0.01
 REST_SECONDS = 1.0
-"""The largest body that is answered on the loop, and if that took longer than `QUICK_SECONDS`, for how long
-no other is: a large model must not keep probes waiting again and again."""
+"""If that took more processor time than `QUICK_SECONDS`, nothing is answered on the loop for `REST_SECONDS`:
+a large model must not keep probes waiting again and again."""
 
 
 @dataclass(slots=True)
@@ -286,9 +375,14 @@ class HttpApi:
         self._most_json = min(limits.json_bytes, limits.request_bytes)
 
     @property
-    def is_idle(self) -> bool:
-        """See `Inference.is_idle`."""
-        return self._inference.is_idle
+    def in_flight(self) -> int:
+        """See `Inference.in_flight`."""
+        return self._inference.in_flight
+
+    @property
+    def answers_at_once(self) -> bool:
+        """See `Inference.answers_at_once`."""
+        return self._inference.answers_at_once
 
     def refused(self, method: str, headers: Mapping[str, str]) -> HttpReply | None:
         """Return the answer to a caller that is not admitted, before its body is read; None for others."""
@@ -328,9 +422,7 @@ class HttpApi:
             try:
                 return self._packed(self._infer(*known, request), request)
             except Exception as error:
-                if not isinstance(error, MonolithError):
-                    self._inference.refuse("http", error)
-                return self.error_reply(error)
+                return self._failed(error)
         try:
             parts = [unquote(part, errors="strict") for part in request.path.split("/")[1:]]
             allowed = self._routes(parts, request)
@@ -356,6 +448,35 @@ class HttpApi:
         if request.method == "HEAD":
             reply.body = b""
         return reply
+
+    def answer_all(self, requests: Sequence[HttpRequest]) -> list[HttpReply]:
+        """Answer several requests on this thread; those that ask a model for predictions, in one batch."""
+        replies: dict[int, HttpReply] = {}
+        asked: list[tuple[int, InferRequest, BinaryOutputs]] = []
+        for number, request in enumerate(requests):
+            known = self._infer_paths.get(request.path) if request.method == "POST" else None
+            if known is None:
+                replies[number] = self.answer(request)
+                continue
+            try:
+                asked.append((number, *self._read_infer(*known, request)))
+            except Exception as error:
+                replies[number] = self._failed(error)
+        found = self._inference.infer_all([one for _, one, _ in asked])
+        for (number, _, binary), reply in zip(asked, found, strict=True):
+            try:
+                if isinstance(reply, Exception):
+                    raise reply
+                replies[number] = self._packed(_written(reply, binary), requests[number])
+            except Exception as error:
+                replies[number] = self._failed(error)
+        return [replies[number] for number in range(len(requests))]
+
+    def _failed(self, error: Exception) -> HttpReply:
+        """Return the answer to a request for predictions that failed. Our own errors were noted before."""
+        if not isinstance(error, MonolithError):
+            self._inference.refuse("http", error)
+        return self.error_reply(error)
 
     def _packed(self, reply: HttpReply, request: HttpRequest) -> HttpReply:
         reply.body, encoding = packed(reply.body, request.headers.get("accept-encoding", ""))
@@ -520,8 +641,14 @@ class HttpApi:
         return _json({})
 
     def _infer(self, name: str, version: str, request: HttpRequest, *, topk: bool = False) -> HttpReply:
+        asked, binary = self._read_infer(name, version, request, topk=topk)
+        return _written(self._inference.infer(asked), binary)
+
+    def _read_infer(
+        self, name: str, version: str, request: HttpRequest, *, topk: bool = False
+    ) -> tuple[InferRequest, BinaryOutputs]:
         try:
-            asked, binary = read_infer(
+            return read_infer(
                 (name, version),
                 self._unpacked(request),
                 request.headers,
@@ -533,10 +660,6 @@ class HttpApi:
         except MonolithError as error:
             self._inference.refuse("http", error, name)
             raise
-        reply, head = write_infer(self._inference.infer(asked), binary)
-        if head is None:
-            return HttpReply(200, reply)
-        return HttpReply(200, reply, OCTETS, {JSON_LENGTH: str(head)})
 
     def _json_body(self, request: HttpRequest) -> Mapping[str, Any]:
         """Return the JSON object of a body; an empty one where there is none."""
@@ -549,6 +672,13 @@ class HttpApi:
     def _unpacked(self, request: HttpRequest) -> bytes:
         encoding = request.headers.get("content-encoding", "").lower()
         return unpacked(request.body, encoding, self.most_bytes(request.headers), request.reservation)
+
+
+def _written(reply: InferReply, binary: BinaryOutputs) -> HttpReply:
+    body, head = write_infer(reply, binary)
+    if head is None:
+        return HttpReply(200, body)
+    return HttpReply(200, body, OCTETS, {JSON_LENGTH: str(head)})
 
 
 def _readiness(ready: bool, name: str | None = None) -> HttpReply:

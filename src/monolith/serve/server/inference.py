@@ -6,7 +6,7 @@
 
 The usual request is packed by the core out of its bytes, without tensors and columns: see `PackedInputs`.
 
-`Inference.infer` is the place where the parts meet. It admits the request within the limit on concurrency,
+`Inference._life` is the place where the parts meet. It admits the request within the limit on concurrency,
 routes its name to a model and version, leases that version so that a hot swap cannot close it, turns the
 tensors into columns, waits for the batcher, and mirrors the request to shadows after it has the answer.
 
@@ -21,7 +21,7 @@ import json
 import logging
 import random
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -48,7 +48,7 @@ from monolith.serve.manifest import Signature
 from monolith.serve.metrics import AccessLog, ServeMetrics, VersionStatistics
 from monolith.serve.predictor import Prediction, Predictor
 from monolith.serve.served_log import ServedLog
-from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelOutputs, RequestBatcher
+from monolith.serve.server.batching import DEFAULT_PRIORITY, ModelCall, ModelOutputs, RequestBatcher
 from monolith.serve.server.canary import Canary
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
@@ -245,6 +245,23 @@ def code_of(error: BaseException) -> str:
     return next((code for kind, code in CODES.items() if isinstance(error, kind)), "internal")
 
 
+_Asked = tuple[RequestBatcher, ModelCall]
+_Life = Generator[_Asked, ModelOutputs, InferReply]
+
+
+def _finished(life: _Life, answer: ModelOutputs | Exception) -> InferReply:
+    """Return the reply to a request for which the model has answered, or raise its error."""
+    try:
+        if isinstance(answer, Exception):
+            life.throw(answer)
+        else:
+            life.send(answer)
+    except StopIteration as done:
+        reply: InferReply = done.value
+        return reply
+    raise AssertionError("a request asks the model once")
+
+
 class Inference:
     """Answers decoded requests, over any transport. Thread-safe.
 
@@ -313,10 +330,15 @@ class Inference:
         return not self._draining and self.repository.all_ready
 
     @property
-    def is_idle(self) -> bool:
-        """Whether a request would be answered at once: none is in flight, and no model waits for another
-        process."""
-        return self._in_flight == 0 and self.repository.answers_here
+    def in_flight(self) -> int:
+        """The number of requests that are being answered, over all transports."""
+        return self._in_flight
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether a request waits for nothing but the requests before it: no model waits for another process,
+        and none for more requests."""
+        return self.repository.answers_here and not self.config.batching.max_delay
 
     def infer(self, request: InferRequest) -> InferReply:
         """Answer a request.
@@ -346,14 +368,61 @@ class Inference:
         """Whether the headers of a client's trace are needed."""
         return self._spans is not None
 
+    def infer_all(self, requests: Sequence[InferRequest]) -> list[InferReply | Exception]:
+        """Answer several requests on this thread, those to one version in as few batches as possible.
+
+        Returns:
+            For each request its answer, or the error that `infer` would raise.
+        """
+        found: dict[int, InferReply | Exception] = {}
+        asked: dict[RequestBatcher, list[tuple[int, _Life, ModelCall]]] = {}
+        for number, request in enumerate(requests):
+            try:
+                if self._spans is not None and request.trace:
+                    found[number] = self.infer(request)
+                    continue
+                life = self._life(request)
+                batcher, call = next(life)
+                asked.setdefault(batcher, []).append((number, life, call))
+            except StopIteration as done:
+                found[number] = done.value
+            except Exception as error:
+                found[number] = error
+        for batcher, some in asked.items():
+            answers = batcher.run_all([call for _, _, call in some])
+            for (number, life, _), answer in zip(some, answers, strict=True):
+                try:
+                    found[number] = _finished(life, answer)
+                except Exception as error:
+                    found[number] = error
+        return [found[number] for number in range(len(requests))]
+
     def _infer(self, request: InferRequest) -> InferReply:
+        life = self._life(request)
+        try:
+            batcher, call = next(life)
+        except StopIteration as done:
+            reply: InferReply = done.value
+            return reply
+        answer: ModelOutputs | Exception
+        try:
+            answer = batcher.run(*call)
+        except Exception as error:
+            answer = error
+        return _finished(life, answer)
+
+    def _life(self, request: InferRequest) -> _Life:
+        """Answer a request: yield what it asks of the model, get the outputs, and return the reply.
+
+        So one thread can take several requests to the model together.
+        """
         begun = self._clock()
         try:
             if self._log is not None:  # the answer has the ID, so that the client can name it in a label
                 request.id = self._log.check_id(request.id)
             self._enter()
             try:
-                reply, rows = self._answer(request, begun)
+                reply, rows = yield from self._answer(request, begun)
             finally:
                 self._leave()
         except Exception as error:
@@ -480,7 +549,9 @@ class Inference:
             if self._in_flight == 0:
                 self._idle.notify_all()
 
-    def _answer(self, request: InferRequest, begun: float) -> tuple[InferReply, int]:
+    def _answer(
+        self, request: InferRequest, begun: float
+    ) -> Generator[_Asked, ModelOutputs, tuple[InferReply, int]]:
         allowed = self._timeout if request.timeout is None else min(request.timeout, self._timeout)
         if allowed <= 0:
             raise DeadlineExceededError("the deadline of the request had passed when it arrived")
@@ -498,7 +569,7 @@ class Inference:
                         loaded.statistics.answered(users, self._clock() - begun)
                         return answer, users
                     columns = self._columns(request, loaded)
-                    found = loaded.batcher.run(columns, deadline, request.priority)
+                    found = yield loaded.batcher, ModelCall(columns, deadline, request.priority)
                     reply = _reply(request, name, loaded, found)
                     _share_outputs(request, reply)
                 except Exception:

@@ -1,0 +1,432 @@
+"""Encoders of jagged sequences: what a user did, step by step, becomes a state for each step.
+
+Sequences lie end to end in one tensor, as in a `RaggedTensor`: values of shape (n, dim), and row splits that
+say where each one begins. Step i of a sequence sees steps 0 to i of the same sequence and nothing else, so
+that each state may be trained to predict the step behind it.
+
+    HSTUEncoder     attention without softmax, by content, distance and time (Zhai et al., 2024)
+    SASRecEncoder   a transformer with causal attention (Kang and McAuley, 2018)
+    GRUEncoder      a recurrent network (Hidasi et al., 2016), for comparison
+
+Attention needs sequences next to each other. They are taken together by length, a group at a time, so that
+one long sequence does not pad all: see `length_groups`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence
+
+from monolith.errors import LayerArgumentError
+from monolith.nn.layers.dense import check_positive, check_shape
+
+MOST_CELLS = 1 << 24
+"""Attention weights that are computed at once, over all heads: 64 MiB of float32."""
+PADDED = 1.25
+"""The longest sequence of a group is at most this many times its shortest, but for short ones."""
+SHORT = 8
+"""Sequences up to this length may be in one group."""
+_PER_BUCKET = 0.301
+"""Buckets of time gaps are this wide, by the natural logarithm: each ends at 1.35 times the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthGroup:
+    """Sequences of similar length, and where their steps are."""
+
+    places: Tensor
+    """int64 of shape (sequences, length): of each step among all steps. Behind the end of a sequence, any."""
+    real: Tensor
+    """bool of the same shape: which steps there are."""
+
+
+def length_groups(row_splits: Tensor, heads: int = 1, most_cells: int = MOST_CELLS) -> Iterator[LengthGroup]:
+    """Cut sequences into groups whose attention weights are computed together, the longest ones first.
+
+    Args:
+        row_splits: int64 of shape (sequences + 1,). Read on the host: on a GPU, this waits for it.
+    """
+    lengths = row_splits.diff()
+    longest_first = torch.argsort(lengths, descending=True, stable=True)
+    sizes = lengths[longest_first].tolist()
+    begin = 0
+    while begin < len(sizes) and sizes[begin]:
+        length = sizes[begin]
+        least = 1 if length <= SHORT else math.ceil(length / PADDED)
+        most = max(1, most_cells // (heads * length * length))
+        end = begin + 1
+        while end < len(sizes) and sizes[end] >= least and end - begin < most:
+            end += 1
+        rows = longest_first[begin:end]
+        steps = torch.arange(length, device=row_splits.device)
+        real = steps < lengths[rows, None]
+        # A place behind the end is that of the first step: causal attention never looks there.
+        places = row_splits[rows, None] + torch.where(real, steps, 0)
+        yield LengthGroup(places, real)
+        begin = end
+
+
+def _by_group(
+    row_splits: Tensor, steps: int, heads: int, compute: Callable[[LengthGroup], Tensor]
+) -> Tensor | None:
+    """Return what `compute` returns for the steps of each group, in the order of all steps.
+
+    Returns:
+        Shape (steps, ...); None if there is no step.
+    """
+    results, places = [], []
+    for group in length_groups(row_splits, heads):
+        results.append(compute(group)[group.real])
+        places.append(group.places[group.real])
+    if not results:
+        return None
+    order = torch.empty(steps, dtype=torch.int64, device=row_splits.device)
+    order[torch.cat(places)] = torch.arange(steps, device=row_splits.device)
+    return torch.cat(results)[order]
+
+
+def positions_of(row_splits: Tensor, steps: int) -> Tensor:
+    """Return int64 of shape (steps,): how many steps of its sequence are before each."""
+    starts = torch.repeat_interleave(row_splits[:-1], row_splits.diff(), output_size=steps)
+    return torch.arange(steps, device=row_splits.device) - starts
+
+
+class _Encoder(nn.Module):
+    """What all encoders check.
+
+    Args:
+        dim: Width of a step, before and after.
+        max_length: The most steps of a sequence.
+    """
+
+    def __init__(self, dim: int, max_length: int) -> None:
+        super().__init__()
+        check_positive(type(self).__name__, dim=dim, max_length=max_length)
+        self.dim = dim
+        self.max_length = max_length
+
+    def _positions(self, values: Tensor, row_splits: Tensor) -> Tensor:
+        """Return the position of each step, after a look at the arguments.
+
+        Raises:
+            LayerArgumentError: A shape or a dtype is wrong, or a sequence is too long.
+        """
+        name = type(self).__name__
+        check_shape(name, "values", values, None, self.dim)
+        check_shape(name, "row_splits", row_splits, None)
+        if row_splits.dtype is not torch.int64 or not len(row_splits):
+            raise LayerArgumentError(f"{name}: row_splits must be int64 of shape (sequences + 1,)")
+        if len(row_splits) > 1 and (longest := int(row_splits.diff().max())) > self.max_length:
+            raise LayerArgumentError(
+                f"{name}: a sequence has {longest} steps, and max_length is {self.max_length}; keep the last "
+                f"{self.max_length} of each, or set max_length"
+            )
+        return positions_of(row_splits, len(values))
+
+
+class HSTUEncoder(_Encoder):
+    """Layers of hierarchical sequential transduction units over jagged sequences.
+
+    A layer computes `u, v, q, k = silu(norm(x) W)`, weights `a = silu(q . k + bias) / max_length` of all
+    steps up to its own, and `x + (norm(a v) * u) W'`. The weights are not normalised over the steps: how
+    much a user did counts, too. The bias is learned by how far apart two steps are, in steps and in time.
+
+    Shapes: n steps of all sequences together, values float of shape (n, dim) in and out.
+
+    Args:
+        dim: Width of a step.
+        max_length: The most steps of a sequence.
+        layers: How many.
+        heads: Of each layer.
+        attention_dim: Width of `q` and `k` in a head; by default `dim // heads`.
+        linear_dim: Width of `u` and `v` in a head; by default `dim // heads`.
+        dropout: The fraction of the inputs of a layer's last product that is dropped in training.
+        time_buckets: How many buckets time gaps fall into, by their logarithm; 0 leaves time out.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import RaggedTensor
+        >>> from monolith.nn import HSTUEncoder
+        >>> encoder = HSTUEncoder(8, max_length=50, layers=2, heads=2)
+        >>> seen = RaggedTensor(torch.randn(5, 8), torch.tensor([0, 3, 5]))  # two users, 3 and 2 steps
+        >>> seconds = torch.tensor([0, 60, 3600, 0, 86400])
+        >>> encoder(seen.values, seen.row_splits, seconds).shape
+        torch.Size([5, 8])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        max_length: int,
+        *,
+        layers: int = 2,
+        heads: int = 1,
+        attention_dim: int | None = None,
+        linear_dim: int | None = None,
+        dropout: float = 0.0,
+        time_buckets: int = 128,
+    ) -> None:
+        super().__init__(dim, max_length)
+        share = max(1, dim // heads) if isinstance(heads, int) and heads > 0 else 1
+        attention_dim = share if attention_dim is None else attention_dim
+        linear_dim = share if linear_dim is None else linear_dim
+        check_positive("HSTUEncoder", layers=layers, heads=heads)
+        check_positive("HSTUEncoder", attention_dim=attention_dim, linear_dim=linear_dim)
+        if time_buckets < 0:
+            raise LayerArgumentError(f"HSTUEncoder: time_buckets must be 0 or more, got {time_buckets}")
+        self.time_buckets = time_buckets
+        self.layers = nn.ModuleList(
+            HSTULayer(dim, max_length, heads, attention_dim, linear_dim, dropout, time_buckets)
+            for _ in range(layers)
+        )
+
+    def forward(
+        self, values: Tensor, row_splits: Tensor, times: Tensor | None = None, asked: Tensor | None = None
+    ) -> Tensor:
+        """Return a state for each step, float of shape (n, dim).
+
+        Args:
+            values: float of shape (n, dim).
+            row_splits: int64 of shape (sequences + 1,).
+            times: Seconds, of shape (n,): when each step happened. Needed if there are time buckets.
+            asked: Seconds, of shape (n,): when the state of each step is asked for, such as the time of the
+                step that it predicts; by default that of the step itself.
+        """
+        self._positions(values, row_splits)
+        if self.time_buckets:
+            if times is None:
+                raise LayerArgumentError(
+                    "HSTUEncoder: times must be given, or leave time out by time_buckets = 0"
+                )
+            check_shape("HSTUEncoder", "times", times, len(values))
+            if asked is not None:
+                check_shape("HSTUEncoder", "asked", asked, len(values))
+        for layer in self.layers:
+            values = layer(values, row_splits, times, times if asked is None else asked)
+        return values
+
+
+class HSTULayer(nn.Module):
+    """One layer of an `HSTUEncoder`, which documents the arguments."""
+
+    def __init__(
+        self,
+        dim: int,
+        max_length: int,
+        heads: int,
+        attention_dim: int,
+        linear_dim: int,
+        dropout: float,
+        time_buckets: int,
+    ) -> None:
+        super().__init__()
+        self.max_length, self.heads = max_length, heads
+        self.widths = [heads * linear_dim, heads * linear_dim, heads * attention_dim, heads * attention_dim]
+        self.norm = nn.LayerNorm(dim)
+        self.kernel = nn.Parameter(torch.empty(dim, sum(self.widths)))
+        nn.init.normal_(self.kernel, std=0.02)
+        self.output_norm = nn.LayerNorm(heads * linear_dim)
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(heads * linear_dim, dim)
+        nn.init.xavier_uniform_(self.output.weight)
+        self.by_distance = nn.Parameter(torch.empty(max_length))
+        nn.init.normal_(self.by_distance, std=0.02)
+        self.by_time = nn.Parameter(torch.empty(time_buckets)) if time_buckets else None
+        if self.by_time is not None:
+            nn.init.normal_(self.by_time, std=0.02)
+
+    def forward(
+        self, values: Tensor, row_splits: Tensor, times: Tensor | None, asked: Tensor | None
+    ) -> Tensor:
+        """Return values of the same shape; see `HSTUEncoder.forward`."""
+        gate, content, query, key = torch.split(
+            functional.silu(self.norm(values) @ self.kernel), self.widths, 1
+        )
+
+        def attend(group: LengthGroup) -> Tensor:
+            scores = self._heads(query, group) @ self._heads(key, group).transpose(2, 3)
+            scores = scores + self._bias(group, times, asked)
+            weights = torch.tril(functional.silu(scores) / self.max_length)
+            return (weights @ self._heads(content, group)).transpose(1, 2).flatten(2)
+
+        attended = _by_group(row_splits, len(values), self.heads, attend)
+        if attended is None:
+            return values
+        changed: Tensor = self.output(self.dropout(self.output_norm(attended) * gate))
+        return values + changed
+
+    def _heads(self, steps: Tensor, group: LengthGroup) -> Tensor:
+        """Return shape (sequences, heads, length, width of a head)."""
+        return steps[group.places].view(*group.places.shape, self.heads, -1).transpose(1, 2)
+
+    def _bias(self, group: LengthGroup, times: Tensor | None, asked: Tensor | None) -> Tensor:
+        """Return what is added to scores, of shape (sequences or 1, 1, length, length)."""
+        steps = torch.arange(group.places.shape[1], device=group.places.device)
+        bias = self.by_distance[(steps[:, None] - steps).clamp(min=0)][None, None]
+        if self.by_time is None:
+            return bias
+        assert times is not None
+        assert asked is not None
+        apart = (asked[group.places][:, :, None] - times[group.places][:, None, :]).clamp(min=1)
+        buckets = (apart.to(torch.float64).log() / _PER_BUCKET).long().clamp(max=len(self.by_time) - 1)
+        return bias + self.by_time[buckets][:, None]
+
+
+class SASRecEncoder(_Encoder):
+    """A transformer over jagged sequences: blocks of causal attention and a feed-forward network.
+
+    Shapes: n steps of all sequences together, values float of shape (n, dim) in and out.
+
+    Args:
+        dim: Width of a step.
+        max_length: The most steps of a sequence; each position has a vector that is learned.
+        layers: How many blocks.
+        heads: Of each attention; they share `dim` evenly.
+        hidden: Width of the feed-forward networks; by default `dim`.
+        dropout: The fraction of attention weights, of hidden units and of each block's results that is
+            dropped in training.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import RaggedTensor
+        >>> from monolith.nn import SASRecEncoder
+        >>> encoder = SASRecEncoder(8, max_length=50, layers=2)
+        >>> seen = RaggedTensor(torch.randn(5, 8), torch.tensor([0, 3, 5]))  # two users, 3 and 2 steps
+        >>> encoder(seen.values, seen.row_splits).shape
+        torch.Size([5, 8])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        max_length: int,
+        *,
+        layers: int = 2,
+        heads: int = 1,
+        hidden: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(dim, max_length)
+        check_positive("SASRecEncoder", layers=layers, heads=heads)
+        if dim % heads:
+            raise LayerArgumentError(f"SASRecEncoder: {heads} heads cannot share a dim of {dim} evenly")
+        self.positions = nn.Parameter(torch.empty(max_length, dim))
+        nn.init.normal_(self.positions, std=0.02)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(
+            SASRecLayer(dim, heads, dim if hidden is None else hidden, dropout) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, values: Tensor, row_splits: Tensor) -> Tensor:
+        """Return a state for each step, float of shape (n, dim).
+
+        Args:
+            values: float of shape (n, dim).
+            row_splits: int64 of shape (sequences + 1,).
+        """
+        values = self.dropout(values + self.positions[self._positions(values, row_splits)])
+        for layer in self.layers:
+            values = layer(values, row_splits)
+        states: Tensor = self.norm(values)
+        return states
+
+
+class SASRecLayer(nn.Module):
+    """One block of a `SASRecEncoder`, which documents the arguments."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        check_positive("SASRecEncoder", hidden=hidden)
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = nn.Linear(dim, 3 * dim)
+        self.attention_output = nn.Linear(dim, dim)
+        self.network_norm = nn.LayerNorm(dim)
+        self.network = nn.Sequential(
+            nn.Linear(dim, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, dim)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, values: Tensor, row_splits: Tensor) -> Tensor:
+        """Return values of the same shape; see `SASRecEncoder.forward`."""
+        asked = self.attention(self.attention_norm(values))
+        dropped = self.dropout.p if self.training else 0.0
+
+        def attend(group: LengthGroup) -> Tensor:
+            parts = asked[group.places].view(*group.places.shape, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+            query, key, content = parts
+            found = functional.scaled_dot_product_attention(
+                query, key, content, dropout_p=dropped, is_causal=True
+            )
+            return found.transpose(1, 2).flatten(2)
+
+        attended = _by_group(row_splits, len(values), self.heads, attend)
+        if attended is None:
+            return values
+        values = values + self.dropout(self.attention_output(attended))
+        changed: Tensor = self.dropout(self.network(self.network_norm(values)))
+        return values + changed
+
+
+class GRUEncoder(_Encoder):
+    """A recurrent network over jagged sequences, without any padding.
+
+    Shapes: n steps of all sequences together, values float of shape (n, dim) in and out.
+
+    Args:
+        dim: Width of a step.
+        max_length: The most steps of a sequence.
+        layers: How many.
+        hidden: Width of the state; by default `dim`. Another one is brought back to `dim` by a linear layer.
+        dropout: The fraction of the inputs, and of the states between layers, that is dropped in training.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import RaggedTensor
+        >>> from monolith.nn import GRUEncoder
+        >>> encoder = GRUEncoder(8, max_length=50)
+        >>> seen = RaggedTensor(torch.randn(5, 8), torch.tensor([0, 3, 5]))  # two users, 3 and 2 steps
+        >>> encoder(seen.values, seen.row_splits).shape
+        torch.Size([5, 8])
+    """
+
+    def __init__(
+        self, dim: int, max_length: int, *, layers: int = 1, hidden: int | None = None, dropout: float = 0.0
+    ) -> None:
+        super().__init__(dim, max_length)
+        hidden = dim if hidden is None else hidden
+        check_positive("GRUEncoder", layers=layers, hidden=hidden)
+        self.dropout = nn.Dropout(dropout)
+        self.gru = nn.GRU(dim, hidden, layers, dropout=dropout if layers > 1 else 0.0)
+        self.output = nn.Identity() if hidden == dim else nn.Linear(hidden, dim)
+
+    def forward(self, values: Tensor, row_splits: Tensor) -> Tensor:
+        """Return a state for each step, float of shape (n, dim).
+
+        Args:
+            values: float of shape (n, dim).
+            row_splits: int64 of shape (sequences + 1,).
+        """
+        positions = self._positions(values, row_splits)
+        if not len(values):
+            return values
+        # The first steps of all sequences, the longest one's first, then all second steps, and so forth.
+        lengths = row_splits.diff()
+        ranks = torch.empty_like(lengths)
+        ranks[torch.argsort(lengths, descending=True, stable=True)] = torch.arange(
+            len(lengths), device=lengths.device
+        )
+        rank_of_step = torch.repeat_interleave(ranks, lengths, output_size=len(values))
+        order = torch.argsort(positions * len(lengths) + rank_of_step)
+        packed = PackedSequence(self.dropout(values)[order], torch.bincount(positions).cpu())
+        states = torch.empty_like(order)
+        states[order] = torch.arange(len(order), device=order.device)
+        found: Tensor = self.output(self.gru(packed)[0].data[states])
+        return found
