@@ -42,6 +42,7 @@ One tree, so that a caller can catch a single error, a group or all of them:
     │   └── RetryableError      a failure that may be temporary: failover retries
     │       ├── UnavailableError       a peer or a registry is gone                  (also ConnectionError)
     │       │   ├── LostStateError     it restarted, and has lost the state
+    │       │   ├── ReplacedError      another process was started in place of this one
     │       │   └── UnpublishedError   the delta channel did not take the last changes of a run
     │       ├── OverloadedError        a server has as many requests as its limits allow
     │       ├── DeadlineExceededError  it took longer than allowed                   (also TimeoutError)
@@ -322,6 +323,13 @@ class RetryableError(ClusterError):
 
 class UnavailableError(RetryableError, ConnectionError):
     """A peer or a registry is gone, or cannot be reached now."""
+
+
+class ReplacedError(UnavailableError):
+    """Another process was started in place of this one, which ends: two of them would undo each other's work.
+
+    A launcher that still wants this process starts it again, and the other one ends.
+    """
 
 
 class FailedPeerError(UnavailableError):

@@ -9,7 +9,8 @@ from simulation.counting import read_counts
 from simulation.fleet import FOLDER, FleetShape, work
 from simulation.following import CHANNEL, Followers, folder_plan
 
-from monolith.errors import RetryableError, UnavailableError
+from monolith import concurrency
+from monolith.errors import ReplacedError, RetryableError, UnavailableError
 from monolith.observe import Metrics
 from monolith.runtime import serve_parameters
 from monolith.runtime.attempts import STEADY, UNCOUNTED, Retries
@@ -118,6 +119,36 @@ def test_a_chief_whose_workers_do_not_come_ends_so_that_a_launcher_starts_all_ag
         cluster.wait(done=lambda: chief.starts == 2)
 
     SimCluster(0).run(play)
+
+
+def test_a_worker_that_was_replaced_and_is_back_ends_and_its_successor_trains_on() -> None:
+    shape = FleetShape(num_ps=1, num_workers=2, batches=60, save_steps=5, read_seconds=0.5)
+    task = shape.task()
+    ended: list[tuple[bool, str]] = []
+
+    def play(cluster: SimCluster) -> None:
+        def train(index: int) -> object:
+            machine = concurrency.machine()
+            try:
+                return work(task, shape.config("worker", index), cluster.discovery())
+            except ReplacedError as error:
+                ended.append((machine is earlier, str(error)))
+                raise
+
+        ps = shape.config("ps", 0)
+        cluster.start("ps-0", lambda: serve_parameters(task, ps, cluster.discovery()))
+        cluster.start("worker-0", lambda: train(0))
+        worker = cluster.start("worker-1", lambda: train(1))
+        concurrency.sleep(3)
+        earlier = worker.replace()
+        earlier.paused_until = cluster.simulation.now + 5
+        cluster.wait(chief="worker-0")
+        assert worker.starts == 2, "the successor was not disturbed"
+
+    SimCluster(0).run(play)
+    ((was_earlier, why),) = ended
+    assert was_earlier
+    assert why.startswith("cannot rejoin as worker 1: another process has joined as this worker since")
 
 
 def test_a_chief_whose_delta_channel_stays_away_is_saved_and_ends_so_that_a_launcher_counts_the_restart() -> (

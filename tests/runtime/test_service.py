@@ -117,6 +117,17 @@ def test_a_worker_that_joins_twice_restarted_and_the_run_has_failed(running: Cal
     assert running.news(0)["failure"] == "worker 1 restarted"
 
 
+def test_a_process_that_was_replaced_is_told_to_end_when_it_joins_again(running: Caller) -> None:
+    def join(member: str, process: str) -> dict[str, Any]:
+        return running("join", worker=1, member=member, process=process)
+
+    assert join("first attempt", "one")["run"] == "r"
+    assert join("second attempt", "one")["failed"], "it restarted, and nothing else has its place"
+    assert not join("of another process", "two")["replaced"]
+    assert join("third attempt", "one") == {**NOT_YET, "replaced": True}
+    assert running("join", worker=2, member="other", process="one")["replaced"] is False
+
+
 def test_a_worker_that_restarts_when_its_work_is_done_waits_for_the_end(running: Caller) -> None:
     running.join(1, "first process")
     running("leave", run="r", worker=1, state=state())

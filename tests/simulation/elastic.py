@@ -40,6 +40,9 @@ from monolith.train import Mode, SaveConfig, TrainConfig
 
 FOLDER = "sim://run"
 CHIEF = "worker-0"
+LONG_LEASE = timedelta(days=1)
+"""Longer than a run may take: a worker that is alone never waits for a lease, and none for that of a process
+that was replaced."""
 
 
 class NumberFiles(Format):
@@ -105,8 +108,7 @@ def _elastic(seed: int, queue: str, *, traced: bool) -> SimCluster:
         read_seconds=draw.choice([0.01, 0.05, 0.3]),
         queue=queue,
         file_records=draw.choice([1, 3, 4]),
-        # Longer than a run may take: a worker that is alone never waits for a lease, only its own are there.
-        lease=LEASE if num_workers + len(guests) > 1 else timedelta(days=1),
+        lease=LEASE if num_workers + len(guests) > 1 else LONG_LEASE,
     )
     train = TrainConfig(
         model_dir=FOLDER,
@@ -114,7 +116,17 @@ def _elastic(seed: int, queue: str, *, traced: bool) -> SimCluster:
         summary_every_steps=None,
         idle_after=timedelta(milliseconds=50),
     )
-    max_retries = draw.choice([0, 1, 6])
+    failover = FailoverConfig(max_retries=draw.choice([0, 1, 6]))
+    # A queue of files is for machines whose clocks agree to within a small part of a lease.
+    faults = replace(Faults.drawn(seed), clock_jumps=0)
+    draw = random.Random(f"elastic, replaced while it runs {seed}")
+    if replaced := draw.choice([0, 0, 1, 2]) if num_workers + len(guests) > 1 else 0:
+        # Long runs, short pauses and retries: an earlier process is to be back while its successor reads.
+        task = replace(
+            task, batches=draw.randint(10, 20), read_seconds=draw.choice([0.1, 0.3]), lease=LONG_LEASE
+        )
+        failover = replace(failover, wait=timedelta(seconds=draw.choice([0, 1])))
+        faults = replace(faults, replacements=replaced, longest=draw.choice([3.0, 8.0]))
 
     def config(role: Literal["ps", "worker"], index: int) -> RunConfig:
         return RunConfig(
@@ -129,7 +141,7 @@ def _elastic(seed: int, queue: str, *, traced: bool) -> SimCluster:
                 num_extra_ps=extra,
                 measure_ps=timedelta(0),  # each once: a measurement is large, and virtual time small
             ),
-            failover=FailoverConfig(max_retries=max_retries),
+            failover=failover,
             timeouts=TimeoutsConfig(start=timedelta(seconds=60), finish=timedelta(seconds=60)),
         )
 
@@ -159,10 +171,11 @@ def _elastic(seed: int, queue: str, *, traced: bool) -> SimCluster:
                 f"worker-{index}",
                 lambda worker=worker, guest=guest: work(task, worker, cluster.discovery(), guest),
             )
+        # Not the chief: a replacement would find the model_dir locked while the old one runs.
+        cluster.replaceable = tuple(name for name in cluster.processes if name.startswith("worker-"))[1:]
         cluster.wait(chief=CHIEF)
 
-    # A queue of files is for machines whose clocks agree to within a small part of a lease.
-    cluster = SimCluster(seed, replace(Faults.drawn(seed), clock_jumps=0), traced=traced)
+    cluster = SimCluster(seed, faults, traced=traced)
     cluster.run(play)
     return cluster
 

@@ -22,6 +22,7 @@ from monolith.checkpoint import PendingCheckpoint
 from monolith.checkpoint.folder.retention import Retention
 from monolith.checkpoint.folder.saver import MANIFEST, Saver
 from monolith.data.files.leased import LeasedFiles
+from monolith.data.files.work_queue import FileQueue, LeaseLedger
 from monolith.data.kafka import KafkaSource
 from monolith.data.kafka.positions import make_position, read_position
 from monolith.data.kafka.source import _partition_of
@@ -226,6 +227,20 @@ def _given_back_from_its_start() -> Sequence[Patch]:
         right(self, former._replace(cursor=replace(former.cursor, place=0, skip=0)))
 
     return [(LeasedFiles, "give_back", give_back)]
+
+
+def _replaced_worker_takes_files() -> Sequence[Patch]:
+    reading = FileQueue.others_are_reading
+
+    def others_are_reading(self: FileQueue, worker: str, session: str = "") -> bool:  # noqa: ARG001
+        with self._ledger() as ledger:
+            own = next((one.session for one in ledger.leases.values() if one.worker == worker), "")
+        return reading(self, worker, own)
+
+    return [
+        (LeaseLedger, "begin", lambda self, worker, session: self.release(worker)),  # noqa: ARG005
+        (FileQueue, "others_are_reading", others_are_reading),
+    ]
 
 
 # Ranks
@@ -764,6 +779,12 @@ MUTANTS = {
         "The only worker of a run leases files under another name after a restart.",
         lambda: [(LeasedFiles, "read_for", lambda self, run: None)],  # noqa: ARG005
         29,
+    ),
+    "replaced_worker_takes_files": Mutant(
+        "elastic",
+        "A worker that was replaced takes files under the number of its successor.",
+        _replaced_worker_takes_files,
+        88,
     ),
     "given_back_from_its_start": Mutant(
         "elastic",

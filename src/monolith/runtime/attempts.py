@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from monolith import concurrency
@@ -20,7 +20,13 @@ from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import get_local_host
 from monolith.cluster.run_token import rank_security
 from monolith.cluster.security import guard_listener
-from monolith.errors import AbsentWorkersError, FailedPeerError, RetryableError, UnpublishedError
+from monolith.errors import (
+    AbsentWorkersError,
+    FailedPeerError,
+    ReplacedError,
+    RetryableError,
+    UnpublishedError,
+)
 from monolith.observe import Metrics
 from monolith.runtime import Coordinator, Fleet, FleetCoordinator, TrainReport, join_fleet
 from monolith.runtime.cluster_config import FailoverConfig
@@ -135,6 +141,8 @@ class SharedTraining:
     """Called while this worker waits for other processes; ends the wait by raising."""
     on_lost: Callable[[], None]
     """Called when another process was lost, before the wait for the next attempt."""
+    process: str = field(default_factory=lambda: concurrency.token_hex(8))
+    """Names this process in all of its attempts."""
 
     def train_on_servers(self, attempt: Attempt, discovery: Discovery) -> TrainReport:
         """Train on parameter servers; if processes were lost, rejoin and resume from the last checkpoint.
@@ -151,6 +159,10 @@ class SharedTraining:
                     return attempt(FleetCoordinator(fleet, self.config.dense))
             except RetryableError as error:
                 self.on_lost()
+                if isinstance(error, ReplacedError):
+                    # If both processes of this worker retried, each would end the attempts of the other. A
+                    # process that is wanted is started again by its launcher.
+                    raise
                 if isinstance(error, (AbsentWorkersError, UnpublishedError)):
                     # Workers will not come in a second attempt, either. One may have learned that an earlier
                     # chief has ended the run, and have ended well while this chief started: then a launcher
@@ -163,7 +175,12 @@ class SharedTraining:
         """Wait for the parameter servers of the run, and return this worker's connection to them."""
         config = self.config
         fleet = join_fleet(
-            discovery, config, metrics=self.metrics, say=self.output.say, on_waiting=self.on_waiting
+            discovery,
+            config,
+            metrics=self.metrics,
+            say=self.output.say,
+            on_waiting=self.on_waiting,
+            process=self.process,
         )
         if config.train.submitted_at is not None:
             ready = self.metrics.gauge(

@@ -45,6 +45,7 @@ from monolith.errors import (
     ClusterError,
     ConfigError,
     DeadlineExceededError,
+    ReplacedError,
     RetryableError,
     UnavailableError,
 )
@@ -148,6 +149,8 @@ class Fleet:
         spares: Servers that the chief keeps in addition to those of the group; closed in the end.
         keep_going: How to replace lost servers; None ends the run if one is lost.
         news_every: How often this worker reports that it is alive.
+        process: Names this process in all of its attempts, to notice when another one replaces it; None does
+            not.
         clock: Seconds that only grow.
     """
 
@@ -160,6 +163,7 @@ class Fleet:
         spares: Spares | None = None,
         keep_going: KeepGoing | None = None,
         news_every: timedelta = NEWS_EVERY,
+        process: str | None = None,
         clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         timeouts = timeouts or TimeoutsConfig()
@@ -169,6 +173,7 @@ class Fleet:
         self.group = group
         self.spares = spares
         self._member = concurrency.token_hex(8)
+        self._process = process
         self._start_timeout = timeouts.start
         self._finish_timeout = timeouts.finish
         self._news_every = news_every.total_seconds()
@@ -485,12 +490,20 @@ class Fleet:
 
         Raises:
             DeadlineExceededError: The chief did not restore in time.
+            ReplacedError: Another process has joined as this worker since this one did first.
             ClusterError: The chief failed, and will not restart by itself.
         """
         limit, said = self._clock() + self._start_timeout.total_seconds(), self._clock()
         known, first = "", True
         while not stopped():
-            answer = self._ask("meeting.join", Join(self.index, self._member, known, 1.0), Joined)
+            asked = Join(self.index, self._member, known, 1.0, self._process)
+            answer = self._ask("meeting.join", asked, Joined)
+            if answer.replaced:
+                raise ReplacedError(
+                    f"cannot rejoin as worker {self.index}: another process has joined as this worker since. "
+                    "This process was replaced, and ends. If both were meant to run, give each a number of "
+                    "its own (cluster.index)."
+                )
             if answer.run is not None:
                 self._run = answer.run
                 self.group.expect(self._run)

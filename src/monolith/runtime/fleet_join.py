@@ -46,6 +46,7 @@ def join_fleet(
     say: Callable[[str], None] = _log.info,
     news_every: timedelta = NEWS_EVERY,
     on_waiting: OnWaiting | None = None,
+    process: str | None = None,
 ) -> Fleet:
     """Wait for the servers of a run to answer, and return this worker's part in its fleet.
 
@@ -55,6 +56,7 @@ def join_fleet(
         say: Called with the servers that were chosen, and why.
         news_every: How often a worker reports that it is alive; it learns news at once.
         on_waiting: Called with the servers that are missing; it may raise to end the wait.
+        process: Names this process in all of its attempts; see `Fleet`.
 
     Raises:
         DeadlineExceededError: Some servers did not answer in time.
@@ -138,6 +140,7 @@ def join_fleet(
             spares=spares,
             news_every=min(news_every, KEEP_GOING_EVERY) if keep_going else news_every,
             keep_going=how if keep_going else None,
+            process=process,
         )
     except BaseException:
         group.close()

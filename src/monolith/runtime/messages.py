@@ -286,6 +286,8 @@ class Join:
     known: Text = ""
     """A run of which it knows that it has failed."""
     wait: Seconds = 0.0
+    process: Name | None = None
+    """Names the process in all of its attempts: `member` is of one attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +313,8 @@ class Joined:
     """The state of this worker in the last checkpoint, if it rejoins a run that continued."""
     servers: dict[str, Served] = field(default_factory=dict)
     """By place: those that were replaced since the run began."""
+    replaced: bool = False
+    """Whether another process has joined as this worker since this one did first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ before it releases them: each learns its assignment together with the release.
     deal       the work of each worker from now on; departed workers have none
 
 A lost worker is fenced, in case it was only slow: its calls are refused, and it joins again like any other.
+Unless another process has joined as the same worker meanwhile: then it was replaced, and is told to end. If
+both joined again and again, each would end the runs of the other.
 
 Every call may arrive twice, because a caller whose connection broke cannot know whether the first one did. So
 each either has the same effect twice (`halt` returns the pause in force, `saved` takes the maximum, `leave`
@@ -402,6 +404,8 @@ class CoordinationService:
         # started another one. Notified at every change.
         self._changed = concurrency.Condition()
         self._run: _Run | None = None
+        self._processes: dict[int, list[str]] = {}
+        """Worker -> its processes, in the order in which they joined first, over all runs."""
         # The number of the last pause. A new run does not reset it: a number names one pause for as long as
         # this service lives.
         self._halts = 0
@@ -631,6 +635,13 @@ class CoordinationService:
         """
         self._check_worker(body.worker)
         worker, member, known = body.worker, body.member, body.known
+        if body.process is not None:
+            with self._changed:
+                processes = self._processes.setdefault(worker, [])
+                if body.process not in processes:
+                    processes.append(body.process)
+                if body.process != processes[-1]:
+                    return Joined(replaced=True)
 
         def has_news() -> bool:
             run = self._run

@@ -23,7 +23,7 @@ from monolith.data.files.work_queue import LocalFileQueue
 from monolith.data.formats.memory import to_records
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.shuffling import ShuffleConfig
-from monolith.errors import ConfigError, DataError, RestoreError, TooManyBadRecordsError
+from monolith.errors import ConfigError, DataError, ReplacedError, RestoreError, TooManyBadRecordsError
 from monolith.observe import Metrics
 
 
@@ -588,6 +588,37 @@ def test_a_worker_that_died_before_its_first_checkpoint_begins_with_what_it_had(
     queue = LocalFileQueue(["a", "b"])
     next(iter(queued(0, queue, form)))
     assert read(queued(0, queue, form)) == [[1, 2], [3]]
+
+
+def test_an_earlier_process_of_a_worker_that_is_alive_after_all_is_refused_and_takes_no_file() -> None:
+    form = Chunks({"a": [[1, 2]], "b": [[3, 4]]})
+    queue = LocalFileQueue(["a", "b"], pause=lambda _: pytest.fail("waits for a lease"))
+    late = queued(0, queue, form)
+    batches = iter(late)
+    next(batches)
+    source = queued(0, queue, form)
+    again = iter(source)
+    assert next(again)["id"].flat_values.tolist() == [1, 2]
+    with pytest.raises(ReplacedError, match="'worker 0': another process was started under this name"):
+        next(batches)
+    late.close()
+    assert next(again)["id"].flat_values.tolist() == [3, 4]
+    assert next(again, None) is None
+    source.commit(source.position())
+    assert queue.state()["waiting"] == []
+
+
+def test_an_earlier_process_whose_position_was_restored_by_another_is_refused() -> None:
+    form = Chunks({"a": [[1, 2]], "b": [[3, 4]]})
+    queue = LocalFileQueue(["a", "b"])
+    late = FileSource(queue, form, batch_size=2)
+    batches = iter(late)
+    next(batches)
+    again = FileSource(queue, form, batch_size=2)
+    again.restore(late.position())
+    with pytest.raises(ReplacedError):
+        next(batches)
+    assert read(again) == [[3, 4]]
 
 
 def test_readers_without_a_name_leave_each_other_alone() -> None:

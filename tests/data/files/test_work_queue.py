@@ -14,7 +14,7 @@ import pytest
 from monolith.data.files.discovery import find_files
 from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.data.files.work_queue import FileQueue, LocalFileQueue, StrQueue
-from monolith.errors import ConfigError, CorruptFileError, DataError, RestoreError
+from monolith.errors import ConfigError, CorruptFileError, DataError, ReplacedError, RestoreError
 
 
 def drained(queue: StrQueue) -> list[str]:
@@ -244,6 +244,35 @@ def test_all_leases_of_a_worker_can_be_taken_back(make: MakeQueue) -> None:
     assert [path_of(queue) for _ in range(3)] == ["a", "c", None]
 
 
+def test_a_process_that_was_replaced_gets_no_more_files(make: MakeQueue) -> None:
+    queue = make(["a", "b"])
+    queue.begin("worker 1", "first")
+    assert path_of(queue, "worker 1", session="first") == "a"
+    queue.begin("worker 1", "second")
+    with pytest.raises(ReplacedError, match="another process was started under this name"):
+        queue.take("worker 1", session="first")
+    with pytest.raises(ReplacedError):
+        queue.take("worker 1", 0, session="first")
+    assert [path_of(queue, "worker 1", session="second") for _ in range(3)] == ["a", "b", None]
+
+
+def test_a_replaced_process_that_closes_releases_no_file_of_its_successor(make: MakeQueue) -> None:
+    queue = make(["a", "b"])
+    queue.begin("worker 1", "first")
+    queue.begin("worker 1", "second")
+    lease = queue.take("worker 1", session="second")
+    queue.release("worker 1", "first")
+    assert lease is not None
+    assert queue.finish(lease)
+
+
+def test_a_file_of_an_earlier_process_of_a_worker_is_waited_for(make: MakeQueue) -> None:
+    queue = make(["a"])
+    queue.take("worker 1", session="first")
+    assert queue.others_are_reading("worker 1", "second")
+    assert not queue.others_are_reading("worker 1", "first")
+
+
 def test_what_a_worker_had_done_is_settled_as_its_leases_are_taken_back(make: MakeQueue) -> None:
     queue = make(["a", "b", "c", "d"])
     leases = [queue.take("one") for _ in range(3)]
@@ -322,6 +351,24 @@ def test_a_ledger_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ledger.json").write_text("{")
     with pytest.raises(CorruptFileError, match="ledger"):
         SharedFileQueue(str(tmp_path)).take("w")
+
+
+def test_all_processes_know_which_one_was_started_last_as_a_worker(tmp_path: Path) -> None:
+    first, second = SharedFileQueue(str(tmp_path)), SharedFileQueue(str(tmp_path))
+    first.add(["a"])
+    first.begin("worker 1", "first")
+    second.begin("worker 1", "second")
+    with pytest.raises(ReplacedError):
+        first.take("worker 1", session="first")
+
+
+def test_a_ledger_of_a_version_without_sessions_is_read(tmp_path: Path) -> None:
+    lease = {"number": 0, "path": "a", "worker": "worker 1", "token": "t", "expires": 1e12, "progress": {}}
+    ledger = {"handed": 1, "waiting": [], "leases": [{**lease, "read": False}]}
+    (tmp_path / "ledger.json").write_text(json.dumps(ledger))
+    queue = SharedFileQueue(str(tmp_path))
+    queue.begin("worker 1", "second")
+    assert path_of(queue, "worker 1", session="second") == "a"
 
 
 def _take_all(folder: str, worker: str) -> list[str]:

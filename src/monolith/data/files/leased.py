@@ -11,7 +11,8 @@ dies between 2 and 3, its successor is restored under its name, takes its leases
 
 Names under which files are leased:
 
-    worker 3               worker 3 of several. One that starts releases the leases of the process before it.
+    worker 3               worker 3 of several. One that starts releases the leases of the process before it,
+                           which gets no more files: it is refused with an error that ends it.
     run 5e1f... 09ab...    the only worker of a run, and its process. One that starts releases the leases of
                            all processes of its run. Their names differ: what an earlier one that is alive
                            after all takes later is waited for, as a file of another worker, and not lost.
@@ -23,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 
 from monolith import concurrency
@@ -50,6 +52,10 @@ class LeasedFiles(FileOrder):
     def __init__(self, queue: FileQueue, worker: int | None, *, auto_commit: bool) -> None:
         self._queue = queue
         self._is_named = False
+        self._session = concurrency.token_hex(8)
+        """Tells this reader from others of the same name: earlier processes, earlier attempts of this one."""
+        self._is_lasting = False
+        """Whether readers come one after another under this name: numbered workers, and restored ones."""
         self._run = ""
         """The prefix of the names of all processes of this run; empty if it has none."""
         self._worker = f"unnamed {concurrency.token_hex(8)}"
@@ -73,20 +79,23 @@ class LeasedFiles(FileOrder):
             self._worker = f"{self._run}{concurrency.token_hex(4)}"
 
     def _set_name(self, worker: int) -> None:
-        self._is_named, self._worker, self._run = True, f"{_WORKER}{worker}", ""
+        self._is_named, self._is_lasting = True, True
+        self._worker, self._run = f"{_WORKER}{worker}", ""
 
     def after(self, cursor: FileCursor) -> FileCursor | Step:  # noqa: ARG002
         with self._lock:
             if self._interrupted:
                 return Step.END
             try:
-                lease = self._queue.take(self._worker)
+                self._begin()
+                lease = self._queue.take(self._worker, session=self._session)
                 if lease is None:
                     # Files that were read and not committed yet will not come back: workers that waited for
                     # each other's would wait for ever.
                     for known in self._leases.values():
                         self._queue.mark_read(known)
-                    return Step.WAIT if self._queue.others_are_reading(self._worker) else Step.END
+                    reading = self._queue.others_are_reading(self._worker, self._session)
+                    return Step.WAIT if reading else Step.END
             except TransientFilesystemError:  # a full disk: the queue has logged it, and retries
                 return Step.WAIT
             self._ended = False
@@ -101,7 +110,8 @@ class LeasedFiles(FileOrder):
         self._queue.wait()
 
     def rewind(self, cursor: FileCursor) -> None:
-        self._begin()
+        with suppress(TransientFilesystemError):  # a full disk: `after` tries again
+            self._begin()
         # Give back files that were leased to fill a batch that was never yielded.
         with self._lock:
             self._ended = False
@@ -112,14 +122,18 @@ class LeasedFiles(FileOrder):
     def _begin(self) -> None:
         """Release the leases of an earlier process of this worker: no other worker would ever get them.
 
-        From now on the queue refuses what that process reports: each lease has a token.
+        From now on the queue refuses what that process reports: each lease has a token. It gives that process
+        no more files, either: under the name of this one, they would be waited for by none.
+
+        Raises:
+            TransientFilesystemError: The queue cannot be written now.
         """
         if not self._begun:
-            self._begun = True
             if self._run:
                 self._queue.release_all(self._run)
-            else:
-                self._queue.release(self._worker)
+            elif self._is_lasting:
+                self._queue.begin(self._worker, self._session)
+            self._begun = True
 
     def is_lost(self, cursor: FileCursor) -> bool:
         with self._lock:
@@ -163,13 +177,15 @@ class LeasedFiles(FileOrder):
             raise RestoreError("cannot restore a file source: the position is not of one with a queue")
         with self._lock:
             self._take_over_name(reader)
-            self._begin()
             for known in self._leases.values():
                 self._queue.give_back(known)
             self._leases, self._ended = {}, False
             # Take the files of the position again, so that `commit` can finish or report them.
-            for number in [*finished, *([] if cursor.file is None else [cursor.round])]:
-                lease = self._queue.take(self._worker, number)
+            numbers = [*finished, *([] if cursor.file is None else [cursor.round])]
+            with nullcontext() if numbers else suppress(TransientFilesystemError):  # `after` tries again
+                self._begin()
+            for number in numbers:
+                lease = self._queue.take(self._worker, number, session=self._session)
                 if lease is not None:
                     self._leases[number] = lease
                     if number == cursor.round and cursor.file not in (None, lease.path):
@@ -195,7 +211,7 @@ class LeasedFiles(FileOrder):
         if self._run and reader.startswith(self._run):
             return  # an earlier process of this run, whose leases are released by the name of the run
         self._queue.release(self._worker)
-        self._worker, self._run, self._begun = reader, "", False
+        self._worker, self._run, self._begun, self._is_lasting = reader, "", False, True
 
     def commit(self, position: Position) -> None:
         cursor = FileCursor(**{field.name: position[field.name] for field in fields(FileCursor)})
@@ -217,7 +233,7 @@ class LeasedFiles(FileOrder):
             # this worker has the same name, and would take the file for one that it has read itself.
             self._interrupted = True
             if not self._deferred:
-                self._queue.release(self._worker)
+                self._queue.release(self._worker, self._session)
             self._queue.flush()
             self._leases = {}
 

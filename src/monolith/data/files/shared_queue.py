@@ -119,12 +119,13 @@ class SharedFileQueue(FileQueue):
         with suppress(TransientFilesystemError, DataError), self._ledger():
             pass  # entering writes the pending changes; callers that need them raise after `patience`
 
-    def take(self, worker: str, number: int | None = None) -> Lease | None:
+    def take(self, worker: str, number: int | None = None, *, session: str = "") -> Lease | None:
         found: list[Lease | None] = []
         try:
             with self._ledger() as ledger:
                 ledger.expire(self._is_over)
-                found.append(ledger.take(worker, number, self._clock() + self._seconds, self._next_name))
+                expires = self._clock() + self._seconds
+                found.append(ledger.take(worker, number, expires, self._next_name, session))
         except TransientFilesystemError:
             if found != [None]:  # that no file is left is known without writing anything
                 raise
@@ -214,7 +215,9 @@ class SharedFileQueue(FileQueue):
         with self._locked():
             with self._noted():
                 before = self._read()
-            ledger = LeaseLedger(before.leased_files, dict(before.waiting), dict(before.leases))
+            ledger = LeaseLedger(
+                before.leased_files, dict(before.waiting), dict(before.leases), dict(before.sessions)
+            )
             self._sightings.keep({lease.token for lease in ledger.leases.values()})
             for change in self._unwritten.values():
                 change(ledger)
@@ -282,11 +285,17 @@ class SharedFileQueue(FileQueue):
             raise CorruptFileError(str(path), 0, f"not a ledger of a file queue: {cause}") from cause
         ledger = LeaseLedger.from_state(saved)
         ledger.leases = {lease["number"]: Lease(**lease) for lease in saved["leases"]}
+        ledger.sessions = dict(saved.get("sessions", {}))  # older versions wrote none
         return ledger
 
     def _write(self, ledger: LeaseLedger) -> None:
         waiting = [[number, path, progress] for number, (path, progress) in sorted(ledger.waiting.items())]
         leases = [asdict(lease) for lease in ledger.leases.values()]
-        saved = {"handed": ledger.leased_files, "waiting": waiting, "leases": leases}
+        saved = {
+            "handed": ledger.leased_files,
+            "waiting": waiting,
+            "leases": leases,
+            "sessions": ledger.sessions,
+        }
         with atomic_write(str(self._folder / "ledger.json")) as file:
             file.write(json.dumps(saved).encode())

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any, TypeGuard, TypeVar
 
 from monolith import concurrency
-from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.errors import ConfigError, DataError, ReplacedError, RestoreError
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +120,8 @@ class Lease:
     """The place to start from."""
     read: bool = False
     """Whether all of it was read, although no checkpoint contains that yet."""
+    session: str = ""
+    """Names the process of the worker; see `FileQueue.begin`."""
 
 
 @dataclass(slots=True)
@@ -135,6 +137,14 @@ class LeaseLedger:
     waiting: dict[int, tuple[str, Progress]] = field(default_factory=dict)
     """Unfinished files that no worker has, by number, each with its path and progress."""
     leases: dict[int, Lease] = field(default_factory=dict)
+    sessions: dict[str, str] = field(default_factory=dict)
+    """Worker -> the session of its newest process, if it said that it begins."""
+
+    def begin(self, worker: str, session: str) -> None:
+        # In one change with the release: in between, the earlier process could lease a file under the name of
+        # its successor, which would take that for one of its own, and not wait for it.
+        self.sessions[worker] = session
+        self.release(worker)
 
     def take(
         self,
@@ -142,7 +152,14 @@ class LeaseLedger:
         number: int | None,
         expires: float,
         name_of: Callable[[int], str | None],
+        session: str = "",
     ) -> Lease | None:
+        if session and self.sessions.get(worker, session) != session:
+            raise ReplacedError(
+                f"file queue: cannot lease a file to {worker!r}: another process was started under this name "
+                "and reads its files. This process was replaced, and ends. If both are meant to run, give "
+                "each a number of its own (cluster.index, or worker of FileSource)."
+            )
         if number is not None:
             # A restarted worker takes over its own lease; that of another worker it does not get.
             own = self.leases.get(number)
@@ -160,7 +177,7 @@ class LeaseLedger:
             self.leased_files += 1
             self.waiting[number] = (name, {})
         path, progress = self.waiting.pop(number)
-        lease = Lease(number, path, worker, concurrency.token_hex(8), expires, progress)
+        lease = Lease(number, path, worker, concurrency.token_hex(8), expires, progress, session=session)
         self.leases[number] = lease
         return lease
 
@@ -173,9 +190,10 @@ class LeaseLedger:
         for lease in [lease for lease in self.leases.values() if is_over(lease)]:
             self.put_back(lease)
 
-    def release(self, worker: str) -> None:
-        for lease in [lease for lease in self.leases.values() if lease.worker == worker]:
-            self.put_back(lease)
+    def release(self, worker: str, session: str = "") -> None:
+        for lease in list(self.leases.values()):
+            if lease.worker == worker and session in ("", lease.session):
+                self.put_back(lease)
 
     def release_all(self, prefix: str) -> None:
         for lease in [lease for lease in self.leases.values() if lease.worker.startswith(prefix)]:
@@ -267,19 +285,36 @@ class FileQueue(ABC):
     def _next_name(self, number: int) -> str | None:
         """Return the file of this number, which was never leased. Called with the ledger locked."""
 
-    def take(self, worker: str, number: int | None = None) -> Lease | None:
+    def begin(self, worker: str, session: str) -> None:
+        """Note that a process starts to read as a worker, and release the leases of the process before it.
+
+        From now on that process is refused if it takes a file, in case it was only paused or cut off.
+
+        Args:
+            session: Names the process, as it does in its later calls.
+
+        Raises:
+            TransientFilesystemError: It cannot be written now, because a disk is full; retry later.
+        """
+        with self._ledger() as ledger:
+            ledger.begin(worker, session)
+
+    def take(self, worker: str, number: int | None = None, *, session: str = "") -> Lease | None:
         """Lease the next file to a worker; None when no file is waiting now.
 
         Args:
             number: Lease this file, if it is waiting or leased to the same worker: a restarted worker asks
                 for the file that its position names.
+            session: The session with which this process began; empty if it did not say that it begins.
 
         Raises:
+            ReplacedError: Another process has begun as this worker since.
             TransientFilesystemError: The lease cannot be written now, because a disk is full; retry later.
         """
         with self._ledger() as ledger:
             ledger.expire(self._is_over)
-            return ledger.take(worker, number, self._clock() + self._seconds, self._next_name)
+            expires = self._clock() + self._seconds
+            return ledger.take(worker, number, expires, self._next_name, session)
 
     def renew(self, lease: Lease) -> Lease | None:
         """Return the lease with a new expiry, or None if it was lost.
@@ -343,9 +378,13 @@ class FileQueue(ABC):
 
         self._change(("give back", lease.token), change, None)
 
-    def release(self, worker: str) -> None:
-        """Release all leases of a worker that is known to have died or stopped."""
-        self._change(object(), lambda ledger: ledger.release(worker), None)
+    def release(self, worker: str, session: str = "") -> None:
+        """Release all leases of a worker that is known to have died or stopped.
+
+        Args:
+            session: Only those of this process, and not those of one that was started in its place.
+        """
+        self._change(object(), lambda ledger: ledger.release(worker, session), None)
 
     def release_all(self, prefix: str) -> None:
         """Release all leases of workers whose names have this prefix."""
@@ -368,11 +407,14 @@ class FileQueue(ABC):
         with self._ledger() as ledger:
             return sorted({lease.worker for lease in ledger.leases.values()})
 
-    def others_are_reading(self, worker: str) -> bool:
+    def others_are_reading(self, worker: str, session: str = "") -> bool:
         """Return whether other workers are reading files, so that some may come back yet."""
 
         def is_reading(ledger: LeaseLedger) -> bool:
-            return any(lease.worker != worker and not lease.read for lease in ledger.leases.values())
+            return any(
+                (lease.worker, lease.session) != (worker, session) and not lease.read
+                for lease in ledger.leases.values()
+            )
 
         return self._change(None, is_reading, otherwise=True)
 
