@@ -26,6 +26,7 @@ from monolith.nn import Target
 from monolith.runtime import LocalRun, Trainer
 from monolith.runtime.publish_hook import copied
 from monolith.sync import GuardConfig, LogPosition, MemoryChannel, Subscriber, TableTarget
+from monolith.sync.channel import MemoryWriter, Unfinished
 from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.table import NativeTable, Sgd, iterate
 from monolith.train import AlertConfig, Hook, Mode, SaveConfig, TrainConfig
@@ -215,6 +216,17 @@ def test_a_run_that_is_stopped_does_not_wait_for_its_channel(
     )
     assert not trainer.train().finished
     assert "asked to stop" in caplog.text
+
+
+def test_a_reader_that_does_not_fetch_the_last_changes_cannot_make_a_run_fail() -> None:
+    following = Following(TASK, replace(OFTEN, finish_timeout=timedelta(milliseconds=200)))
+
+    class Slow(MemoryWriter):
+        def unfinished(self) -> Unfinished:
+            return Unfinished("1 reader has not fetched the last delta", by_readers=True)
+
+    plan = replace(following.plan, open_writer=lambda _: Slow(following.channel))
+    assert Trainer(TASK, QUIET, publish=plan).train().finished
 
 
 def test_the_last_changes_include_weights_that_are_not_due() -> None:

@@ -15,7 +15,7 @@ from sync.sample_messages import make_delta
 
 from monolith.errors import CorruptMessageError, RequestError, UnavailableError
 from monolith.sync import Delta, LogPosition, Message, PublishState, ShardLog, SnapshotBegin, SnapshotEnd
-from monolith.sync.flight_channel import IDLE_S, SERVICE, DeltaPort, ReaderLimits
+from monolith.sync.flight_channel import AWAITED_S, IDLE_S, SERVICE, DeltaPort, ReaderLimits
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.wire.flight import Caller
 
@@ -140,6 +140,44 @@ def test_readers_are_bounded_and_those_that_leave_make_room(stack: ExitStack) ->
     assert port.reader_count == 2
     clock.now += IDLE_S + 1  # two and three ask no more
     assert port.reader_count == 0
+
+
+def test_readers_that_are_there_are_awaited_until_they_have_the_last_delta(stack: ExitStack) -> None:
+    clock = Seconds()
+    port = open_port(stack, clock=clock)
+    writer = port.writer()
+    publisher, copy, reader = SmallPublisher(writer), Copy(), open_reader(stack, port.address)
+    publisher.publish([1])
+    assert writer.unfinished() is None  # no reader is there
+    copy.follow(reader)
+    assert writer.unfinished() is None
+    publisher.publish([2])
+    found = writer.unfinished()
+    assert found is not None
+    assert found.by_readers
+    copy.follow(reader)
+    assert writer.unfinished() is None
+    assert copy.equals(publisher)
+
+
+def test_a_reader_that_is_silent_or_makes_no_progress_is_not_awaited(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Seconds()
+    port = open_port(stack, clock=clock)
+    writer = port.writer()
+    publisher, silent, stuck = SmallPublisher(writer), Copy(), open_reader(stack, port.address)
+    silent.follow(gone := open_reader(stack, port.address))
+    position = publisher.position
+    publisher.publish([1])
+    list(stuck.read(0, position, wait=0.0))
+    for _ in range(3):
+        clock.now += AWAITED_S / 2
+        next(stuck.read(0, position, wait=0.0))
+    assert writer.unfinished() is None
+    gone.close()
+    port.close()
+    assert "1 of its readers have not fetched the last delta" in caplog.text
 
 
 def many_rows(publisher: SmallPublisher) -> SmallPublisher:

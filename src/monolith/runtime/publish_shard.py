@@ -281,11 +281,12 @@ class ShardPublisher:
         unfinished = opened.writer.unfinished()
         if unfinished is None:
             return ()
-        return (self._unpublished(unfinished.reason, unfinished.progress),)
+        unpublished = self._unpublished(unfinished.reason)
+        return (replace(unpublished, progress=unfinished.progress, by_readers=unfinished.by_readers),)
 
-    def _unpublished(self, why: str, progress: int = 0) -> UnpublishedShard:
+    def _unpublished(self, why: str) -> UnpublishedShard:
         step = 0 if self._opened is None else self._opened.writer.newest.step
-        return UnpublishedShard(*self._share, reason=why[:4096], step=step, progress=progress)
+        return UnpublishedShard(*self._share, reason=why[:4096], step=step)
 
     def close(self) -> None:
         """Stop, and release the tables. Closing again does nothing."""

@@ -67,6 +67,8 @@ class Unfinished:
     reason: str
     progress: int = 0
     """A number that grows as long as the channel works on it without a failure."""
+    by_readers: bool = False
+    """Whether the channel has everything, and readers have not fetched it: no reason for a run to fail."""
 
 
 class DeltaWriter(Protocol):

@@ -54,6 +54,8 @@ PUBLISHER = "publisher"
 IDLE_S = 60.0
 """Seconds without a request after which a reader, or a snapshot that is not fetched, is forgotten."""
 _LINGER_S = 10.0
+AWAITED_S = 5.0
+"""Seconds that the end of a run waits for a reader that neither asks nor comes nearer to the last delta."""
 
 _log = logging.getLogger(__name__)
 
@@ -271,6 +273,10 @@ class DeltaPort:
 
     # For writers
 
+    def now(self) -> float:
+        """Return seconds that only grow."""
+        return self._clock()
+
     def drop_snapshots(self, writer: FlightDeltaWriter, *, leave: bool = False) -> None:
         """End the snapshots of a shard that are being made; with `leave`, forget the shard too."""
         with self._lock:
@@ -296,6 +302,8 @@ class DeltaPort:
             stream = self._streams.pop(asked.stream, None)
             if not asked.stream:
                 self._readers.pop(asked.reader, None)
+                for writer in self._writers:
+                    writer.forget_reader(asked.reader)
         if stream is not None:
             stream.close()
 
@@ -309,13 +317,16 @@ class DeltaPort:
 
     def _deltas(self, asked: DeltasRequest) -> Any:
         self._admit(asked.reader)
-        log = self._writer(asked.model, asked.share).log
+        writer = self._writer(asked.model, asked.share)
+        writer.note_reader(asked.reader, asked.after)
+        log = writer.log
         # The wait, the deltas and the state are three looks at a log that changes meanwhile. That is
         # harmless: a delta that is missed is in the next answer, and a state is sent again until the reader
         # knows it.
         if asked.after is not None:
             log.wait(asked.after, asked.state, min(asked.wait, self._longest))
         deltas, state = log.after(asked.after), log.state
+        writer.note_reader(asked.reader, asked.after)  # it waited, and is still there
         frames = [] if state.number == asked.state else [encode(state)]
         size = 0
         for delta in deltas or ():
@@ -337,6 +348,8 @@ class DeltaPort:
         else:
             stream = self._begin_snapshot(asked)
         frames, more = stream.chunk(asked.chunk, self._most.answer_bytes)
+        if asked.buckets is None:
+            stream.writer.note_reader(asked.reader, None, moved=True)
         if not more:
             with self._lock:
                 self._streams.pop(stream.name, None)
@@ -389,8 +402,23 @@ class DeltaPort:
                 del self._streams[name]
 
 
+@dataclass(slots=True)
+class _ReaderOf:
+    """A reader of one shard."""
+
+    after: LogPosition | None
+    """The position that it has reached; None while it takes a snapshot."""
+    asked_at: float
+    moved_at: float
+    """When it last came nearer to the newest delta."""
+
+
 class FlightDeltaWriter:
-    """A publisher's end of one shard; `DeltaPort.writer` makes it."""
+    """A publisher's end of one shard; `DeltaPort.writer` makes it.
+
+    The log ends with this process. So at the end of a run, readers that are there have a moment to fetch the
+    last deltas (see `unfinished`); no reader can make the run fail.
+    """
 
     def __init__(
         self, port: DeltaPort, model: str, log_bytes: int, discovery: Discovery | None, *, owns_port: bool
@@ -401,6 +429,10 @@ class FlightDeltaWriter:
         self._port, self._owns_port = port, owns_port
         self._discovery = discovery
         self._registered: int | None = None
+        self._lock = concurrency.Lock()  # guards the three below: readers ask on threads of their own
+        self._readers: dict[str, _ReaderOf] = {}
+        self._moves = 0
+        self._appended_at = port.now()
 
     @property
     def address(self) -> str:
@@ -418,14 +450,60 @@ class FlightDeltaWriter:
 
     def append(self, delta: Delta) -> None:
         self.log.append(delta)
+        with self._lock:
+            self._appended_at = self._port.now()
 
     def set_state(self, state: PublishState) -> None:
         self.log.set_state(state)
 
+    def note_reader(self, reader: str, after: LogPosition | None, *, moved: bool = False) -> None:
+        """Note that a reader has all deltas up to a position, or fetches a snapshot."""
+        now = self._port.now()
+        with self._lock:
+            known = self._readers.get(reader)
+            if known is None:
+                known = self._readers[reader] = _ReaderOf(after, now, now)
+            if moved or known.after != after:
+                known.after, known.moved_at = after, now
+                self._moves += 1
+            known.asked_at = now
+
+    def forget_reader(self, reader: str) -> None:
+        """Forget a reader that stops."""
+        with self._lock:
+            self._readers.pop(reader, None)
+
     def unfinished(self) -> Unfinished | None:
-        return None
+        """Return that readers have not fetched the last delta: those that ask, and come nearer to it."""
+        now = self._port.now()
+        with self._lock:
+            for name in [name for name, one in self._readers.items() if now - one.asked_at > IDLE_S]:
+                del self._readers[name]
+            awaited = [
+                one
+                for one in self._behind()
+                if now - one.asked_at < AWAITED_S and now - max(one.moved_at, self._appended_at) < AWAITED_S
+            ]
+            if not awaited:
+                return None
+            reason = f"{len(awaited)} readers have not fetched the last delta"
+            return Unfinished(reason, self._moves, by_readers=True)
+
+    def _behind(self) -> list[_ReaderOf]:
+        """Return the readers that lack deltas. The lock is held."""
+        log = self.log.log
+        return [] if log is None else [one for one in self._readers.values() if one.after != log.newest]
 
     def close(self) -> None:
+        with self._lock:
+            if behind := len(self._behind()):
+                _log.warning(
+                    "shard %s is published no more, and %d of its readers have not fetched the last delta: "
+                    "they lack its rows until the next start of the run",
+                    self.shard,
+                    behind,
+                )
+            self._readers.clear()
         self._deregister()
         self.log.close()
         self._port.drop_snapshots(self, leave=True)

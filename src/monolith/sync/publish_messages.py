@@ -123,6 +123,8 @@ class UnpublishedShard:
     """The step up to which the newest delta has learned."""
     progress: Count = 0
     """A number that grows as long as the channel works on them without a failure."""
+    by_readers: bool = False
+    """Whether the channel has them, and readers have not fetched them: no reason for the run to fail."""
 
 
 @dataclass(frozen=True, slots=True)
