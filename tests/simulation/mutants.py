@@ -666,7 +666,7 @@ MUTANTS = {
         "ranks",
         "Rank 0 ends although another rank has not published its last delta.",
         _last_delta_of_a_rank_not_awaited,
-        seeds=65,
+        seeds=105,
     ),
     "rank_leaves_before_the_last_save": Mutant(
         "ranks", "A rank ends before rank 0 has saved everything.", _rank_leaves_before_the_last_save, 1
