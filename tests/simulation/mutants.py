@@ -852,7 +852,7 @@ MUTANTS = {
         "elastic",
         "A file that a worker returns to the queue is read again from its start.",
         _given_back_from_its_start,
-        5,
+        15,
     ),
     "failed_save_counts": Mutant(
         "checkpoints", "Changes of a save that failed count as saved.", _failed_save_counts, 224
@@ -892,7 +892,7 @@ MUTANTS = {
         "asking",
         "A batch with a bad row is computed again for requests whose deadline has passed.",
         _late_request_computed,
-        191,
+        157,
     ),
     "deadline_not_passed_on": Mutant(
         "asking",
