@@ -196,9 +196,7 @@ def test_without_a_server_a_call_fails_at_once_and_one_that_comes_back_is_found(
         method = ports.method(address)
         assert method(b"a", timeout=30) == b"a"
         server.stop(None).wait()
-        error = ports.failure(lambda: method(b"", timeout=30))
-        assert error.code().name == "UNAVAILABLE"
-        assert "failed to connect" in error.details()
+        assert ports.failure(lambda: method(b"", timeout=30)).code().name == "UNAVAILABLE"
         ports.serve(echo, port=int(address.rpartition(":")[2]))
 
         def answers() -> bool:

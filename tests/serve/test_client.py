@@ -1,6 +1,7 @@
 """Clients: one contract for threads and event loops, over both transports; and servers that misbehave."""
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -297,9 +298,10 @@ def test_a_request_that_no_longer_fits_is_encoded_again(client_of, place):
 def test_an_answer_that_is_too_old_is_an_error_with_the_answer(client_of, place, server):
     old = replace(PATIENT, max_staleness=timedelta(seconds=0.1))
     with client_of(place(server), options=old) as client:
-        with pytest.raises(StaleAnswerError, match=r"0\.5 s old, the client accepts 0\.1 s") as stale:
+        with pytest.raises(StaleAnswerError, match=r"s old, the client accepts 0\.1 s") as stale:
             client.predict("f", ONE)
-        assert stale.value.staleness == timedelta(seconds=0.5)
+        assert timedelta(seconds=0.5) <= stale.value.staleness
+        assert stale.value.answer.staleness == timedelta(seconds=0.5)
         assert stale.value.answer.outputs["score"].tolist() == [3]
         fine = replace(PATIENT, max_staleness=timedelta(seconds=1))
         assert client.predict("f", ONE, options=fine).version == "1"
@@ -328,6 +330,8 @@ class Script:
 
     answers: list[tuple[int, Any, dict[str, str]] | None]
     extensions: list[str] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=lambda: [INPUTS])
+    """What it says to be the inputs of the model, one after another; the last one stays."""
     asked: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
 
 
@@ -350,7 +354,8 @@ def scripted(script: Script) -> Iterator[str]:
         def do_GET(self) -> None:
             script.asked.append((self.path, dict(self.headers), b""))
             models = self.path.startswith("/v2/models")
-            self._send(200, {"inputs": INPUTS} if models else {"extensions": script.extensions}, {})
+            inputs = script.inputs.pop(0) if models and len(script.inputs) > 1 else script.inputs[0]
+            self._send(200, {"inputs": inputs} if models else {"extensions": script.extensions}, {})
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
@@ -440,6 +445,24 @@ def test_a_split_between_versions_is_not_described_again_and_again(client_of):
         for _ in range(7):
             client.predict("f", ONE)
     assert [path for path, _, _ in script.asked].count("/v2/models/f") == 2
+
+
+def test_a_version_that_comes_between_the_description_and_the_first_request_is_described(client_of):
+    script = Script([(400, {"error": "x is missing"}, {}), (200, GOOD, {})], inputs=[INPUTS[:1], INPUTS])
+    with scripted(script) as url, client_of(url, options=PATIENT) as client:
+        assert client.predict("f", [{"user": "ann", "x": 1.0}]).version == "1"
+    sent = [json.loads(body)["inputs"] for path, _, body in script.asked if path.endswith("infer")]
+    assert [len(inputs) for inputs in sent] == [1, 2]
+
+
+def test_the_time_that_an_answer_took_counts_as_age(client_of):
+    script = Script([(200, {**GOOD, "parameters": {"staleness": 0.5}}, {})] * 2)
+    seconds = itertools.count()  # a second passes whenever the clock is read
+    with scripted(script) as url, client_of(url, options=PATIENT, clock=lambda: next(seconds)) as client:
+        with pytest.raises(StaleAnswerError) as stale:
+            client.predict("f", ONE, options=replace(PATIENT, max_staleness=timedelta(seconds=1)))
+        assert stale.value.staleness == timedelta(seconds=1.5)
+        client.predict("f", ONE, options=replace(PATIENT, max_staleness=timedelta(seconds=1.5)))
 
 
 def test_an_answer_of_unknown_age_is_too_old(client_of):

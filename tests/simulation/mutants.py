@@ -40,6 +40,11 @@ from monolith.runtime.rank_rows import RankShard, RankTables, RowsOnServers
 from monolith.runtime.ranks import RankCoordinator
 from monolith.runtime.server_calls import on_each, tell
 from monolith.runtime.service import CoordinationService
+from monolith.serve.client import _Conversation
+from monolith.serve.client_transports import GrpcTransport
+from monolith.serve.server.batching import RequestBatcher, Reservation, _Piece
+from monolith.serve.server.grpc_port import GrpcPort
+from monolith.serve.server.repository import LoadedVersion, Repository
 from monolith.serve.shards.hedging import Leg
 from monolith.serve.shards.shard_versions import ShardVersion, ShardVersions
 from monolith.store.pushes import AppliedPushes
@@ -572,6 +577,63 @@ def _deadline_not_watched() -> Sequence[Patch]:
     return [(Leg, "give_up", lambda self: None)]  # noqa: ARG005
 
 
+# Requests over gRPC
+
+
+def _answers_swapped() -> Sequence[Patch]:
+    right = RequestBatcher._run_together
+
+    def run(self: RequestBatcher, batch: Sequence[_Piece]) -> None:
+        right(self, batch)
+        one, other = batch[0].request, batch[-1].request
+        if one.parts and other.parts and batch[0].rows == batch[-1].rows:
+            one.parts[-1], other.parts[-1] = other.parts[-1], one.parts[-1]
+
+    return [(RequestBatcher, "_run_together", run)]
+
+
+def _quota_of_a_failed_call() -> Sequence[Patch]:
+    right = Reservation.__exit__
+
+    def leave(self: Reservation, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            right(self, kind, error, trace)
+
+    return [(Reservation, "__exit__", leave)]
+
+
+def _late_request_computed() -> Sequence[Patch]:
+    def ask(self: RequestBatcher, one: Any, columns: Any) -> Any:
+        return self._ask(columns.asked, deadline=one.deadline)
+
+    return [(RequestBatcher, "_ask_for", ask)]
+
+
+def _deadline_not_passed_on() -> Sequence[Patch]:
+    right = GrpcTransport.send
+    return [(GrpcTransport, "send", lambda self, call, _: right(self, call, 10.0))]
+
+
+def _time_on_the_way_not_counted() -> Sequence[Patch]:
+    right = _Conversation._check_age
+    return [
+        (_Conversation, "_check_age", lambda self, answer, _, options: right(self, answer, 0.0, options)),
+    ]
+
+
+def _closed_without_grace() -> Sequence[Patch]:
+    right = GrpcPort.close
+    return [(GrpcPort, "close", lambda self, _: right(self, 0.0))]
+
+
+def _version_not_leased() -> Sequence[Patch]:
+    @contextmanager
+    def lease(self: Repository, name: str, version: str = "") -> Iterator[LoadedVersion]:
+        yield self._find(name, version)
+
+    return [(Repository, "lease", lease)]
+
+
 MUTANTS = {
     "positions_of_the_save_before": Mutant(
         "ranks",
@@ -790,7 +852,7 @@ MUTANTS = {
         "elastic",
         "A file that a worker returns to the queue is read again from its start.",
         _given_back_from_its_start,
-        5,
+        15,
     ),
     "failed_save_counts": Mutant(
         "checkpoints", "Changes of a save that failed count as saved.", _failed_save_counts, 224
@@ -819,5 +881,35 @@ MUTANTS = {
     ),
     "failed_request_still_counts": Mutant(
         "serving", "A request that failed counts as under way for ever.", _failed_request_still_counts, 1
+    ),
+    "answers_swapped": Mutant(
+        "asking", "Two requests of a batch get each other's rows.", _answers_swapped, 12
+    ),
+    "quota_of_a_failed_call": Mutant(
+        "asking", "A request that failed keeps its place in the quotas.", _quota_of_a_failed_call, 1
+    ),
+    "late_request_computed": Mutant(
+        "asking",
+        "A batch with a bad row is computed again for requests whose deadline has passed.",
+        _late_request_computed,
+        191,
+    ),
+    "deadline_not_passed_on": Mutant(
+        "asking",
+        "A call is sent with the default time of a request, not with what is left of its own.",
+        _deadline_not_passed_on,
+        1,
+    ),
+    "time_on_the_way_not_counted": Mutant(
+        "asking",
+        "An answer is as old on arrival as it was when it was made.",
+        _time_on_the_way_not_counted,
+        233,
+    ),
+    "closed_without_grace": Mutant(
+        "asking", "A server that closes cancels the calls under way.", _closed_without_grace, 62
+    ),
+    "version_not_leased": Mutant(
+        "asking", "A version is closed while requests use it.", _version_not_leased, 5
     ),
 }

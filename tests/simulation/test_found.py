@@ -73,6 +73,21 @@ FOUND = [
         7058,
         "one broken connection made a chief choose its servers anew, one of which held another share",
     ),
+    (
+        "asking",
+        64,
+        "a client's first request was refused, because a version came after the description of its inputs",
+    ),
+    (
+        "asking",
+        190,
+        "a batch with a bad row was computed again for a request that was refused for its deadline",
+    ),
+    (
+        "asking",
+        232,
+        "an answer that was on its way for long was taken for as fresh as when it was made",
+    ),
 ]
 
 

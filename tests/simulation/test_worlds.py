@@ -19,6 +19,7 @@ WORLDS = (
     "fleet_kafka",
     "publishing",
     "serving",
+    "asking",
     "checkpoints",
     "writers",
     "together",

@@ -82,8 +82,9 @@ class ClientOptions(Checked):
     """Time before the first retry; it doubles with each. A random half of it is left out, so that clients do
     not return all at once. A server that says when to retry is not asked before."""
     max_staleness: timedelta | None = None
-    """Largest age of the rows that an answer was made of. An older answer, or one of unknown age, raises
-    `StaleAnswerError`, which has the answer."""
+    """Largest age, when an answer arrives, of the rows that it was made of. An older answer, or one of
+    unknown age, raises `StaleAnswerError`, which has the answer. The time since the request was sent counts
+    as age: a client cannot know how much of it passed after the rows were read."""
     priority: int = 0
     """From 1, answered first, to 9; 0 leaves it to the server, whose default is 5."""
     connections: int = 16
@@ -125,7 +126,7 @@ class _Conversation:
         self._dialect = dialect
         self._options = options
         self._clock = clock
-        self._random = random.Random()
+        self._random = random.Random(concurrency.token_hex(16))
         self._trace_headers = find_trace_headers()
         self._described: dict[tuple[str, str], _Described] = {}
         self._extensions: tuple[str, ...] | None = None
@@ -155,16 +156,16 @@ class _Conversation:
                 call = self._dialect.infer(asked, self._extensions or ())
                 if trace := self._trace_headers():
                     call = replace(call, headers={**call.headers, **trace})
-                answer = yield from self._call(call, options, deadline)
+                answer, seconds = yield from self._timed_call(call, options, deadline)
                 break
             except RequestError as error:
-                # Perhaps the model takes other inputs than when it was described.
-                if cached is None or type(error) is not RequestError:
+                # Perhaps the model takes other inputs than when it was described, a moment ago or long since.
+                if type(error) is not RequestError:
                     raise
+                before, cached = described, None
                 described = yield from self._describe(*key, options, deadline)
-                if described.inputs == cached.inputs:
+                if described.inputs == before.inputs:
                     raise
-                cached = None
         if ignored:
             answer = replace(answer, ignored=ignored)
         if answer.version not in described.versions:
@@ -172,7 +173,7 @@ class _Conversation:
             if len(described.versions) >= _MOST_VERSIONS:
                 described.versions.clear()
             described.versions.add(answer.version)  # a split answers with two in turns; each is news once
-        self._check_age(answer, options)
+        self._check_age(answer, seconds, options)
         return answer
 
     def topk(
@@ -201,16 +202,24 @@ class _Conversation:
         return found
 
     def _call(self, call: WireCall[T], options: ClientOptions, deadline: float) -> Generator[_Step, Any, T]:
-        """Send a call, again and again if that is safe and may help."""
+        answer, _ = yield from self._timed_call(call, options, deadline)
+        return answer
+
+    def _timed_call(
+        self, call: WireCall[T], options: ClientOptions, deadline: float
+    ) -> Generator[_Step, Any, tuple[T, float]]:
+        """Send a call, again and again if that is safe and may help; return the answer, and the seconds since
+        it was sent for the last time."""
         attempt = 0
         while True:
-            left = deadline - self._clock()
+            sent = self._clock()
+            left = deadline - sent
             if left <= 0:
                 raise DeadlineExceededError(
                     f"no answer within {options.timeout.total_seconds():g} s ({attempt} attempts)"
                 )
             try:
-                return call.read((yield call, left))
+                return call.read((yield call, left)), self._clock() - sent
             except WireError as failure:
                 backoff = options.backoff.total_seconds() * 2**attempt * self._random.uniform(0.5, 1.0)
                 wait = max(backoff, failure.wait)
@@ -219,8 +228,11 @@ class _Conversation:
             attempt += 1
             yield wait
 
-    def _check_age(self, answer: ClientAnswer, options: ClientOptions) -> None:
+    def _check_age(self, answer: ClientAnswer, seconds: float, options: ClientOptions) -> None:
+        """Refuse an answer that is too old, so many seconds after it was asked for."""
         most, age = options.max_staleness, answer.staleness
+        if age is not None:
+            age += timedelta(seconds=round(seconds, 3))
         if most is not None and (age is None or age > most):
             raise StaleAnswerError(answer.model, age, most, answer)
 

@@ -323,7 +323,7 @@ class SimCluster:
         if (machine := self._one()) is not None:
             seconds = self.random.uniform(0.1, self.faults.longest)
             self.simulation.note(f"{machine.name} is paused for {seconds:.1f} s")
-            machine.paused_until = self.simulation.now + seconds
+            machine.paused_until = max(machine.paused_until, self.simulation.now + seconds)
         return 0.0
 
     def _replace_one(self) -> float:

@@ -173,18 +173,20 @@ class SimChannel:
         if simulation.now < self._retry_at:
             call.end(_status("UNAVAILABLE", "failed to connect to all addresses; waiting to try again"))
             return None
-        give_up = self.machine.monotonic() + self._connect_within
-        simulation.block("connecting", self.network.delay() + self.network.delay())
+        connected = simulation.now + self.network.delay() + self.network.delay()
+        give_up = simulation.now + self._connect_within
         while (link := self._known_link()) is None:  # another call may have connected meanwhile
             server = self.network.grpc_servers.get(self._target)
-            if server is None or not self.network.is_cut(self.machine, server.machine):
+            is_cut = server is not None and self.network.is_cut(self.machine, server.machine)
+            if simulation.now >= give_up:
+                server = None
+                break
+            if simulation.now >= connected and not is_cut:
                 break
             if call.look() is not None:
                 return None
-            if self.machine.monotonic() >= give_up:
-                server = None
-                break
-            simulation.block("connecting", _LOOK_AGAIN)
+            wait = max(connected - simulation.now, _LOOK_AGAIN if is_cut else 0.0)
+            simulation.block("connecting", min(wait * self.machine.rate, call.left), call.waiters)
         if link is not None:
             return link
         if server is None or not server.listens:
@@ -311,7 +313,7 @@ class SimCall:
                     self.end(self._checked(self._answer[0]))
                 elif self._answer is None and link.broken:
                     self.end(_status("UNAVAILABLE", "Socket closed"))
-            if self._status is None and self._until is not None and self._left(self._until) <= 0:
+            if self._status is None and self.left <= 0:
                 self.end(_status("DEADLINE_EXCEEDED", "Deadline Exceeded"))
         return self._status
 
@@ -323,23 +325,25 @@ class SimCall:
             )
         return status
 
-    def _left(self, until: float) -> float:
-        return until - self._channel.machine.monotonic()
+    @property
+    def left(self) -> float:
+        """Seconds until its deadline."""
+        return float("inf") if self._until is None else self._until - self._channel.machine.monotonic()
 
     def _wait(self, timeout: float | None = None) -> CallStatus:
-        simulation, rate = self._network.simulation, self._channel.machine.rate
-        give_up = None if timeout is None else self._channel.machine.monotonic() + timeout
+        simulation, machine = self._network.simulation, self._channel.machine
+        give_up = float("inf") if timeout is None else machine.monotonic() + timeout
         simulation.maybe_switch()
         while (found := self.look()) is None:
-            if give_up is not None and self._left(give_up) <= 0:
+            wait = min(self.left, give_up - machine.monotonic())
+            if wait <= 0:
                 raise _grpc().FutureTimeoutError
             link = self._link
-            looks = [self._left(one) for one in (self._until, give_up) if one is not None]
             if link is not None and link.is_cut and (link.broken or self._answer is not None):
-                looks.append(_LOOK_AGAIN)
+                wait = min(wait, _LOOK_AGAIN)
             elif self._answer is not None:
-                looks.append((self._answer[1] - simulation.now) * rate)
-            simulation.block("gRPC answer", min(looks, default=None), self.waiters)
+                wait = min(wait, (self._answer[1] - simulation.now) * machine.rate)
+            simulation.block("gRPC answer", None if wait == float("inf") else wait, self.waiters)
         return found
 
     # As grpc.Future

@@ -110,6 +110,31 @@ def test_a_small_request_waits_for_one_piece_of_a_large_one():
     assert model.batches == [1, 3, 3, 3, 3, 1]  # the second three are the two small requests
 
 
+def test_a_batch_with_a_bad_row_is_not_run_again_for_a_request_whose_time_is_over():
+    now, asked, gate = [0.0], [], threading.Event()
+
+    def predict(values, *, deadline=None):  # noqa: ARG001
+        asked.append(list(values["user"]))
+        if b"bad" in values["user"]:
+            now[0] = 2.0 * PATIENCE  # the deadline of the other request passes while the batch runs
+        return model.predict(values)
+
+    model = LinearModel(gate=gate)
+    batching = RequestBatcher(predict, BatchingConfig(), limits=ServeLimits(), clock=lambda: now[0])
+    callers = Callers(batching)
+    callers.ask("leader", "slow")
+    until(lambda: model.busy)
+    callers.ask("late", "a", deadline=PATIENCE)
+    until(lambda: waiting(batching) == 1)
+    callers.ask("bad", "bad")
+    until(lambda: waiting(batching) == 2)
+    gate.set()
+    callers.wait()
+    assert isinstance(callers.answers["late"], DeadlineExceededError)
+    assert isinstance(callers.answers["bad"], RequestError)
+    assert asked[1:] == [[b"a", b"bad"], [b"bad"]]
+
+
 def test_a_large_request_of_lists_is_cut_between_rows():
     model = LinearModel()
     tags = [[], ["x"], ["x", "y"], [], ["x", "y", "z"]]

@@ -505,16 +505,22 @@ class RequestBatcher:
         one = piece.request
         try:
             try:
-                answer = self._ask(piece.columns.asked, deadline=one.deadline)
+                answer = self._ask_for(one, piece.columns)
             except RequestError:
                 if piece.is_whole:
                     raise
                 # The error names a row of the piece. All rows together are refused with the right one.
-                answer = self._ask(one.columns.asked, deadline=one.deadline)
+                answer = self._ask_for(one, one.columns)
                 one.taken, one.parts = one.columns.rows, []
             self._note(piece, plain_outputs(answer), answer)
         except Exception as error:
             one.error = error
+
+    def _ask_for(self, one: _Waiting, columns: RequestColumns) -> Prediction:
+        """Run the model for one request, unless its deadline has passed while the model ran before."""
+        if one.deadline is not None and one.deadline <= self._clock():
+            raise DeadlineExceededError(_LATE)
+        return self._ask(columns.asked, deadline=one.deadline)
 
     def _note(self, piece: _Piece, outputs: dict[str, NDArray[Any]], answer: Prediction) -> None:
         found = ModelOutputs(outputs, tuple(answer.missing), answer.freshness)

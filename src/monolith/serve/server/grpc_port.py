@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import cache
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -297,23 +298,7 @@ class GrpcPort:
             )
         except ImportError:
             return
-        from google.protobuf import (  # type: ignore[import-untyped]
-            descriptor_pb2,
-            descriptor_pool,
-            text_format,
-        )
-
-        health_pb2 = _import_health()
-        health = [] if health_pb2 is None else [health_pb2.DESCRIPTOR]
-        pool = descriptor_pool.DescriptorPool()
-        ours = message_pool().FindFileContainingSymbol(SERVICE)
-        for file in (ours, *health, reflection_pb2.DESCRIPTOR):
-            copied = descriptor_pb2.FileDescriptorProto()
-            file.CopyToProto(copied)
-            pool.Add(copied)
-        renamed = text_format.MessageToString(copied).replace("v1alpha", "v1")
-        pool.Add(text_format.Parse(renamed, descriptor_pb2.FileDescriptorProto()))
-        names = (SERVICE, *([HEALTH] if health else ()), REFLECTION, reflection.SERVICE_NAME)
+        pool, names = _reflected()
         handler = self._grpc.stream_stream_rpc_method_handler(
             reflection.ReflectionServicer(names, pool=pool).ServerReflectionInfo,
             reflection_pb2.ServerReflectionRequest.FromString,
@@ -677,6 +662,32 @@ def _set(parameter: Any, value: Parameter) -> None:
 
 def _snake(name: str) -> str:
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+
+
+@cache
+def _reflected() -> tuple[Any, tuple[str, ...]]:
+    """Return the descriptors that reflection tells, and the names of the services.
+
+    Made once in a process, which takes some milliseconds: all servers have the same.
+    """
+    from google.protobuf import (  # type: ignore[import-untyped]
+        descriptor_pb2,
+        descriptor_pool,
+        text_format,
+    )
+    from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+    health_pb2 = _import_health()
+    health = [] if health_pb2 is None else [health_pb2.DESCRIPTOR]
+    pool = descriptor_pool.DescriptorPool()
+    ours = message_pool().FindFileContainingSymbol(SERVICE)
+    for file in (ours, *health, reflection_pb2.DESCRIPTOR):
+        copied = descriptor_pb2.FileDescriptorProto()
+        file.CopyToProto(copied)
+        pool.Add(copied)
+    renamed = text_format.MessageToString(copied).replace("v1alpha", "v1")
+    pool.Add(text_format.Parse(renamed, descriptor_pb2.FileDescriptorProto()))
+    return pool, (SERVICE, *([HEALTH] if health else ()), REFLECTION, reflection.SERVICE_NAME)
 
 
 def _import_health() -> Any | None:

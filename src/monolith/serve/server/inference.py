@@ -285,7 +285,7 @@ class Inference:
         clock: Callable[[], float] = concurrency.monotonic,
         generator: random.Random | None = None,
     ) -> None:
-        draw = generator or random.Random()
+        draw = generator or random.Random(concurrency.token_hex(16))
         self.config = config
         self.metrics = metrics
         self._clock = clock

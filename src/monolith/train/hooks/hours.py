@@ -151,7 +151,7 @@ class SlowStartHook(Hook):
         self._idle = tuple(idle)
         self._hours = hours
         self._clocks = clocks or concurrency.Clocks()
-        self._rng = rng or random.Random()
+        self._rng = rng or random.Random(concurrency.token_hex(16))
         self._started = False
 
     def before_step(self, run: TrainingRun) -> None:
