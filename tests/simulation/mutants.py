@@ -892,7 +892,7 @@ MUTANTS = {
         "asking",
         "A batch with a bad row is computed again for requests whose deadline has passed.",
         _late_request_computed,
-        191,
+        157,
     ),
     "deadline_not_passed_on": Mutant(
         "asking",

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from contracts.grpc_ports import SimGrpcPorts
 
 from monolith import concurrency
+from monolith.cluster.security import SecurityConfig
+from monolith.concurrency import Future
+from monolith.config import Secret
+from monolith.errors import BarrierAlreadyPlacedError, TrainingError
 from monolith.testing.network import NetworkFaults
 from monolith.testing.scheduler import SimMachine
+from monolith.train.hooks.barrier import LocalBarrier
+from monolith.train.hooks.control_server import ControlClient, ControlServerHook
+
+SECURITY = SecurityConfig(token=Secret("of-the-run"))
+
+
+class Run(NamedTuple):
+    """A run as the control server sees it."""
+
+    model_dir: str
+    step: int
 
 
 def play_with(play: Callable[[SimGrpcPorts], object], seed: int = 0) -> None:
@@ -172,6 +187,41 @@ def test_a_channel_waits_longer_after_each_refused_connection() -> None:
         assert waits[-1] > 1
 
     play_with(play)
+
+
+def test_an_order_to_a_run_whose_answer_was_lost_can_be_given_again() -> None:
+    outcomes = set()
+    for seed in range(20):
+
+        def play(ports: SimGrpcPorts) -> None:
+            saved: Future[str | None] = Future()
+            barrier = LocalBarrier(1)
+            hook = ControlServerHook(barrier, lambda: saved, address="server:7000", security=SECURITY)
+            ports.server.spawn(lambda: hook.after_create(Run("", 7))).join()  # type: ignore[arg-type]
+            job = ControlClient("", address="server:7000", security=SECURITY)
+            ports.network.faults = NetworkFaults(break_chance=1.0)
+            with pytest.raises(TrainingError, match="UNAVAILABLE"):
+                job.stop_training()
+            ports.network.faults = NetworkFaults()
+            if has_stopped := bool(barrier.blocked_indices()):
+                with pytest.raises(BarrierAlreadyPlacedError):
+                    job.stop_training()
+            else:
+                job.stop_training()
+            outcomes.add(has_stopped)
+            for _ in range(2):
+                job.resume_training()
+            assert not barrier.blocked_indices()
+            for _ in range(5):  # more than may wait at a time: those whose callers are gone make room
+                with pytest.raises(TrainingError, match="DEADLINE_EXCEEDED"):
+                    job.save_checkpoint(timeout=1)
+                concurrency.sleep(1)
+            saved.set_result("model.ckpt-7")
+            job.save_checkpoint(timeout=1)
+            assert job.global_step() == 7
+
+        play_with(play, seed)
+    assert outcomes == {False, True}
 
 
 def test_names_of_grpc_that_are_not_simulated_are_refused() -> None:
