@@ -332,6 +332,11 @@ class ReplacedError(UnavailableError):
     """
 
 
+class ShutOutError(UnavailableError, DataError):
+    """A data service took a trainer for lost, or another process attached in its place. A worker of a run
+    joins the run again, which tells whether it is still part of it, and resumes from a checkpoint."""
+
+
 class FailedPeerError(UnavailableError):
     """Another process reported why it cannot continue."""
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from monolith.data.service.job import DataJobConfig, Job, Place, SplitLease
-from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.errors import ConfigError, DataError, RestoreError, ShutOutError
 
 CONFIG = DataJobConfig(splits=("a", "b"), lease=timedelta(seconds=10))
 
@@ -160,7 +160,7 @@ def test_a_repeated_attach_that_arrives_late_shuts_nobody_out(job):
     job.turns("one", "first", 0, 1)
     assert job.attach("one", None, 0, "first") == "first", "the same call, whose answer was lost"
     job.attach("one", None, 0, "second")
-    with pytest.raises(DataError, match="shut out"):
+    with pytest.raises(ShutOutError, match="shut out"):
         job.attach("one", None, 0, "first")
     assert ids(job.turns("one", "second", 0, 1)) == [(0, "a", 0)]
 
@@ -175,7 +175,7 @@ def test_a_trainer_restored_to_a_turn_gets_the_same_chunks(job):
 def test_an_older_process_of_the_same_trainer_is_shut_out(job):
     old = job.attach("one", None, 0)
     job.attach("one", None, 0)
-    with pytest.raises(DataError, match="shut out"):
+    with pytest.raises(ShutOutError, match="shut out"):
         job.turns("one", old, 0, 1)
 
 
@@ -189,7 +189,7 @@ def test_what_a_dead_trainer_did_not_acknowledge_goes_to_others(tmp_path, clock)
     job.turns("two", two, 0, 0)
     clock.now = 6
     assert ids(job.turns("two", two, 0, 9)) == [(0, "a", 1), (0, "a", 2), (0, "a", 3)]
-    with pytest.raises(DataError, match="shut out"):
+    with pytest.raises(ShutOutError, match="shut out"):
         job.turns("one", one, 3, 1)
     with pytest.raises(RestoreError, match="went to other trainers"):
         job.attach("one", job.id, 3)

@@ -19,7 +19,14 @@ from monolith.config import Secret
 from monolith.data import Epochs, Shard
 from monolith.data.service import DataServiceSource, DataWorker, DataWorkerConfig, Dispatcher
 from monolith.data.service.messages import DataCaller
-from monolith.errors import ConfigError, DataError, ListenError, NotRepeatableError, RestoreError
+from monolith.errors import (
+    ConfigError,
+    DataError,
+    ListenError,
+    NotRepeatableError,
+    RestoreError,
+    ShutOutError,
+)
 from monolith.wire.ports import Limits
 
 pytest.importorskip("pyarrow")
@@ -109,7 +116,7 @@ def test_two_processes_cannot_be_one_trainer(stack, dispatcher):
     old = iter(trainer(dispatcher, prefetch=1))
     next(old)
     assert sorted(read(trainer(dispatcher))) == ALL
-    with pytest.raises(DataError, match="shut out"):
+    with pytest.raises(ShutOutError, match="shut out"):  # a run joins again, which tells whether it may
         list(old)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from monolith import concurrency, filesystem
 from monolith.data.source import Position
-from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.errors import ConfigError, DataError, RestoreError, ShutOutError
 from monolith.wire.flight import Clock
 
 _SCHEMA = """
@@ -346,7 +346,7 @@ class Job:
         Raises:
             RestoreError: There is no such turn: of another job, not given yet, or given to another trainer
                 since.
-            DataError: The session was replaced by another one since.
+            ShutOutError: The session was replaced by another one since.
         """
         _, current, _ = self._trainer(trainer)
         if session is not None and session == current:
@@ -372,8 +372,8 @@ class Job:
         Asking again gives the same ones, so an answer that was lost does no harm.
 
         Raises:
-            DataError: Another process attached as this trainer, or the trainer was taken for dead; or a
-                split could not be read and nothing else is left.
+            ShutOutError: Another process attached as this trainer, or the trainer was taken for lost.
+            DataError: A split could not be read, and nothing else is left.
         """
         self._expire()
         # The session fences: a process that was replaced, or given up, must not take chunks any more.
@@ -497,8 +497,8 @@ class Job:
             self._db.execute("UPDATE trainers SET turns = turns + ? WHERE trainer = ?", (len(free), trainer))
 
     @staticmethod
-    def _shut_out(trainer: str) -> DataError:
-        return DataError(
+    def _shut_out(trainer: str) -> ShutOutError:
+        return ShutOutError(
             f"data service: trainer {trainer!r} was shut out: another process attached under its name, "
             "or it was silent for longer than trainer_timeout. Restore from a checkpoint."
         )

@@ -23,7 +23,7 @@ from torch.utils.dlpack import from_dlpack
 from monolith import concurrency
 from monolith.data.records import Records
 from monolith.data.service.job import Place
-from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.errors import ConfigError, DataError, RestoreError, ShutOutError
 from monolith.feature import ColumnKind
 from monolith.tensors import RaggedTensor
 from monolith.wire import flight, flight_transport
@@ -154,7 +154,7 @@ SERVICE = Service(
     name="data service",
     peers="dispatcher, data workers and trainers (--token-file, or security.token_file of a run)",
     failure=DataError,
-    told=(RestoreError, ConfigError, DataError),
+    told=(RestoreError, ConfigError, ShutOutError, DataError),
     unreachable=UnreachableError,
     late=UnreachableError,
 )
