@@ -217,10 +217,12 @@ class Copy:
             self.rows[one] = values
 
 
-def until(condition: Callable[[], bool], act: Callable[[], object], *, tries: int = 600) -> None:
-    """Do something that takes a moment again and again, until what it is to bring about is so."""
-    for _ in range(tries):
+def until(condition: Callable[[], bool], act: Callable[[], object], *, seconds: float = 60.0) -> None:
+    """Do something again and again, until what it is to bring about on another thread is so."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
         act()
         if condition():
             return
+        time.sleep(0.001)
     raise AssertionError("it did not come about")

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,10 @@ def test_wandb_writes_an_offline_run_into_the_model_folder(tmp_path: Path) -> No
     tracked_train(tmp_path, 4, sinks=("tensorboard", "wandb"), wandb_offline=True, project="ads")
     number = (tmp_path / "model" / "wandb_run").read_text()
     (history,) = (tmp_path / "model" / "wandb").glob(f"offline-run-*-{number}/run-{number}.wandb")
-    assert b"examples_per_s" in history.read_bytes()
+    limit = time.monotonic() + 60  # a process of wandb writes it
+    while b"examples_per_s" not in history.read_bytes():
+        assert time.monotonic() < limit, history.read_bytes()
+        time.sleep(0.05)
     assert list((tmp_path / "model" / "summaries").glob("events.*"))
 
 
