@@ -12,8 +12,7 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from monolith.serve.tracing import TracedDense
 from monolith_bench.options import BenchServeOptions
 from monolith_bench.report import Report
 from monolith_bench.served_deepfm import traced_deepfm
+from monolith_bench.timing import one_thread
 
 Ask = Callable[[Sequence[Tensor]], Sequence[Any]]
 RECORDED = "recorded"
@@ -138,14 +138,3 @@ def processor_seconds(ask: Ask, rows: Sequence[Tensor], seconds: float) -> float
                 ask(rows)
             count += 10
     return passed / max(1, count)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Have torch compute with one thread for a block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

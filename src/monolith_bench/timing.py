@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypedDict
+
+import torch
 
 
 class Timing(TypedDict):
@@ -55,3 +58,14 @@ def race(contenders: Mapping[str, Contender], *, repeats: int, window: float) ->
             if turn > 0:
                 best[name] = max(best[name], rate)
     return best
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch compute with one thread for a block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -238,7 +238,8 @@ class _App:
             replies = self._api.answer_all([request for request, _ in some])
         except Exception as error:  # a bug, and no client may wait forever
             for _, answered in some:
-                answered.set_exception(error)
+                if not answered.done():
+                    answered.set_exception(error)
         else:
             for (_, answered), reply in zip(some, replies, strict=True):
                 if not answered.done():  # the server may have been told to stop meanwhile

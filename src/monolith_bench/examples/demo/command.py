@@ -17,16 +17,15 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -63,6 +62,7 @@ from monolith_bench.examples.demo.story import (
 )
 from monolith_bench.examples.demo.task import DemoJob, LiveTask
 from monolith_bench.options import DemoOptions
+from monolith_bench.timing import one_thread
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def run(options: DemoOptions) -> int:
     plan = DemoPlan.settle(options, folder, now=time.time(), publish_to=f"grpc://127.0.0.1:{free_port()}")
     console = Console()
     console.print(intro(plan.seconds, str(folder)), width=WIDTH, highlight=False)
-    with one_thread():
+    with one_thread():  # this process only watches, and leaves the cores to training and serving
         demo = Demo(plan, Screen(console))
         demo.play()
     return conclude(demo, console)
@@ -148,17 +148,6 @@ def free_port() -> int:
     """Return a free port: the restarted trainer must listen on the same port as the killed one."""
     with bound_socket("127.0.0.1", 0, whose="demo") as held:
         return int(held.getsockname()[1])
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Predict with one thread: this process only watches, and leaves the cores to training and serving."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Demo:
