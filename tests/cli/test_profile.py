@@ -148,7 +148,8 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str, processes: int = 1) -
 def test_a_training_is_profiled_by_its_model_dir_its_name_and_its_pid(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = write_project(tmp_path)
+    # A name of its own: jobs of other tests that run at the moment are found, too.
+    config = write_project(tmp_path, more='\n[job]\nname = "profiled"\n')
     with Running("train", "--config", str(config), "--epochs", "100000") as training:
         (one,) = asked(capsys, str(tmp_path / "run"))
         assert one["process"] == "worker-0"
@@ -160,16 +161,15 @@ def test_a_training_is_profiled_by_its_model_dir_its_name_and_its_pid(
         pid = str(training.process.pid)
         (again,) = asked(capsys, pid, "--to", str(tmp_path / "mine"))
         assert Path(again["path"]).parent == tmp_path / "mine"
-        assert main(["status", "profile", "deepfm", "--seconds", "0.3"]) == 0
+        assert main(["status", "profile", "profiled", "--seconds", "0.3"]) == 0
         told = capsys.readouterr().out
         assert "MainThread: " in told
         assert "own  total  function" in told
         assert main(["status", "profile", "nonsense"]) == 2
-        # Jobs that other tests run at the moment without a folder of their own may be listed first.
         told = capsys.readouterr().err
         assert "Running now:\n  pid " in told
         listed = [line.split(maxsplit=3) for line in told.splitlines()]
-        assert ["pid", pid, "worker-0", f"deepfm {tmp_path / 'run'}"] in listed
+        assert ["pid", pid, "worker-0", f"profiled {tmp_path / 'run'}"] in listed
 
 
 @pytest.mark.usefixtures("runtime")

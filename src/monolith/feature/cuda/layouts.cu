@@ -5,8 +5,8 @@
 // order of the core, so that outputs have its bits; a gradient belongs to one occurrence, and who trains adds
 // up those of equal ids.
 //
-// The occurrences of a table may be followed by some that belong to no feature, which pad the batch: outputs do
-// not depend on them, and their gradient is 0.
+// The occurrences of a table may be followed by some that belong to no feature, which pad the batch: outputs
+// do not depend on them, and their gradient is 0.
 //
 // OUTPUTS, the most outputs a plan may have, is defined before this.
 
@@ -297,9 +297,9 @@ extern "C" __global__ void scatter(Batch batch, Plan plan, CONSTANT Pointers gra
     const unsigned within = (unsigned)(at - f.begin);
     const unsigned row = within / (unsigned)f.dim;
     const int column = (int)(within - row * (unsigned)f.dim);
-    out[at] = row < (unsigned)f.count ? gradient_of(batch, plan, gradients, f, f.first + (int)row, column,
-                                                    sums, rows, scale)
-                                      : 0.0f;
+    out[at] = row < (unsigned)f.count
+                  ? gradient_of(batch, plan, gradients, f, f.first + (int)row, column, sums, rows, scale)
+                  : 0.0f;
   }
 }
 
