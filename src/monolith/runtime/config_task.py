@@ -202,7 +202,9 @@ class ConfigTask(Task):
 
     def records(self, mode: Mode) -> Pipeline:
         """Return the records, with the types that the features need."""
-        return self.data.pipeline(PARTS[mode], self.batch_size, types=self._as_stored(self.features).columns)
+        return self.data.pipeline(
+            PARTS[mode], self.batch_size, types=self._as_stored(self.features).source_columns
+        )
 
     def dataset(self, mode: Mode) -> Stream[Batch]:
         spec = self._read_by
