@@ -37,7 +37,7 @@ AREAS = {
     """,
     "features": """
         Batch FeatureSpec IdFeature FloatFeature BucketFeature CrossFeature SequenceFeature Label
-        Sum Mean Max FirstN
+        Sum Mean Max FirstN Each
     """,
     "models": """
         Feature FeatureSet EmbeddingCollection EmbeddingOptimizer ReadyModel DeepFM DCNv2 DLRM
