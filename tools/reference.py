@@ -37,7 +37,7 @@ AREAS = {
     """,
     "features": """
         Batch FeatureSpec IdFeature FloatFeature BucketFeature CrossFeature SequenceFeature HistoryFeature
-        Label Sum Mean Max FirstN
+        Label Sum Mean Max FirstN Each
     """,
     "models": """
         Feature FeatureSet EmbeddingCollection EmbeddingOptimizer ReadyModel DeepFM DCNv2 DLRM
