@@ -168,7 +168,7 @@ def test_a_history_comes_as_nested_lists_or_as_values_with_row_splits():
     nested = {
         "history": [["a", "b", "c"], [], ["d"]],
         "history.action": [[1, 2, 3], [], [4]],
-        "history.time": [[1_700_000_000, "2024-05-01T10:00:00Z", 1_714_557_601_000], [], [5]],
+        "history.time": [["1700000000", "2024-05-01T10:00:00Z", "1714557601000"], [], ["5"]],
     }
     batch = reader.batch(nested)
     assert batch.ids["history.action"].to_list() == [[2, 3], [], [4]]
