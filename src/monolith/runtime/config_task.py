@@ -310,5 +310,8 @@ class ConfigRetrievalTask(ConfigTask, RetrievalTask):
     def metrics(self, mode: Mode) -> Sequence[str]:
         return RetrievalTask.metrics(self, mode)
 
+    def protocol(self, mode: Mode) -> str:
+        return f"{self.data.protocol(PARTS[mode])}; {RetrievalTask.protocol(self, mode)}"
+
     def describe(self) -> Mapping[str, Any]:
         return {**super().describe(), "candidates": to_dict(self.items)}

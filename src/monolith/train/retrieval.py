@@ -41,7 +41,7 @@ class RetrievalTask(Task):
         >>> from monolith import TrainConfig, Trainer, TwoTower
         >>> spec = FeatureSpec(features={"user": IdFeature(), "item": IdFeature()}, labels={"click": Label()})
         >>> class Retrieve(RetrievalTask):
-        ...     ks = (1, 2)
+        ...     ks = (2,)
         ...     def dataset(self, mode: Mode):
         ...         data = {"user": [1, 2, 3, 4], "item": [7, 8, 7, 8], "click": [1, 1, 1, 1]}
         ...         return Pipeline(MemorySource(data, batch_size=4)).to_batches(spec)
@@ -54,11 +54,13 @@ class RetrievalTask(Task):
         >>> trainer.train().step
         1
         >>> sorted(trainer.evaluate())
-        ['examples', 'hit_rate@1', 'hit_rate@2', 'loss', 'mrr', 'ndcg@1', 'ndcg@2', 'recall@1', 'recall@2']
+        ['examples', 'hit_rate@2', 'loss', 'mrr', 'mrr@2', 'ndcg@2', 'recall@2']
+        >>> Retrieve().protocol(Mode.EVALUATE)
+        'full ranking over all candidates; ties count as the mean over all orders'
     """
 
     ks: Sequence[int] = (10, 100)
-    """How many of the best candidates count, for recall@k, ndcg@k and hit_rate@k."""
+    """How many of the best candidates count, for recall@k, ndcg@k, hit_rate@k and mrr@k."""
     barred: str | None = None
     """A feature of ids that are not offered in an evaluation, such as what the user has seen before."""
 
@@ -95,6 +97,11 @@ class RetrievalTask(Task):
 
     def measures(self, mode: Mode) -> Sequence[str]:
         return ranking_names(self.ks) if mode is Mode.EVALUATE else ()
+
+    def protocol(self, mode: Mode) -> str:  # noqa: ARG002
+        """Return how the wanted items are ranked; a task adds how its data is split."""
+        without = "" if self.barred is None else f" but those in {self.barred!r} of each example"
+        return f"full ranking over all candidates{without}; ties count as the mean over all orders"
 
     @contextmanager
     def reading(self, model: nn.Module, mode: Mode) -> Iterator[None]:
