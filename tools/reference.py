@@ -36,12 +36,12 @@ AREAS = {
         RaggedTensor
     """,
     "features": """
-        Batch FeatureSpec IdFeature FloatFeature BucketFeature CrossFeature SequenceFeature Label
-        Sum Mean Max FirstN
+        Batch FeatureSpec IdFeature FloatFeature BucketFeature CrossFeature SequenceFeature HistoryFeature
+        Label Sum Mean Max FirstN Each
     """,
     "models": """
         Feature FeatureSet EmbeddingCollection EmbeddingOptimizer ReadyModel DeepFM DCNv2 DLRM
-        DeepInterest MMoE FFM TwoTower MLP Dense auc sigmoid_loss_and_pred
+        DeepInterest MMoE FFM TwoTower SASRec HSTU MLP Dense auc sigmoid_loss_and_pred
         Store LocalStore ParameterServerStore AllToAllStore
     """,
     "data": """

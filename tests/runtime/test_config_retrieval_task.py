@@ -205,7 +205,9 @@ def test_a_two_tower_model_needs_candidates_and_others_have_none(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"say where they are, as in \[candidates\] path"):
         read_run(config, {})
     config.write_text(whole.replace('item = ["item"]\nuser = ["user"]\n', "").replace("two_tower", "deepfm"))
-    with pytest.raises(ConfigError, match='candidates are of a model with type = "two_tower"'):
+    with pytest.raises(
+        ConfigError, match=r"candidates are of models that retrieve items \(two_tower, sasrec"
+    ):
         read_run(config, {})
 
 

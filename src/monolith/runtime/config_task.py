@@ -29,11 +29,11 @@ from monolith.data.served import ServedSpec
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureSpec
 from monolith.feature.spec import RowSettings
-from monolith.model import TwoTower, UpdateConfig
+from monolith.model import RetrievalModel, UpdateConfig
 from monolith.model.by_name import ModelConfig
 from monolith.nn import optimizers as own
 from monolith.nn.losses import Target
-from monolith.runtime.config import TWO_TOWER
+from monolith.runtime.config import RETRIEVAL
 from monolith.table import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.retrieval import RetrievalTask
@@ -202,7 +202,9 @@ class ConfigTask(Task):
 
     def records(self, mode: Mode) -> Pipeline:
         """Return the records, with the types that the features need."""
-        return self.data.pipeline(PARTS[mode], self.batch_size, types=self._as_stored(self.features).columns)
+        return self.data.pipeline(
+            PARTS[mode], self.batch_size, types=self._as_stored(self.features).source_columns
+        )
 
     def dataset(self, mode: Mode) -> Stream[Batch]:
         spec = self._read_by
@@ -280,8 +282,10 @@ class ConfigRetrievalTask(ConfigTask, RetrievalTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.network.type != TWO_TOWER:
-            raise ConfigError(f"a model of type {self.network.type} has no candidates; {TWO_TOWER} has")
+        if self.network.type not in RETRIEVAL:
+            raise ConfigError(
+                f"a model of type {self.network.type} has no candidates; {', '.join(RETRIEVAL)} have"
+            )
         if self.scores:
             raise ConfigError("scores: a two-tower model is measured by candidates.ks; leave scores out")
         if self.barred is not None:
@@ -302,7 +306,7 @@ class ConfigRetrievalTask(ConfigTask, RetrievalTask):
 
     def candidates(self) -> Stream[Batch]:
         model = self.model()
-        assert isinstance(model, TwoTower)
+        assert isinstance(model, RetrievalModel)
         spec = model.item_spec
         table = DataConfig(path=self.items.path, format=self.items.format)
         return table.pipeline("train", self.items.batch_size, types=spec.columns).to_batches(spec)

@@ -27,14 +27,15 @@ from torch import Tensor, nn
 from monolith.data import Stream
 from monolith.errors import ConfigError
 from monolith.feature import Batch
-from monolith.model import TwoTower
+from monolith.model import RetrievalModel
 from monolith.tensors import RaggedTensor
 from monolith.train.candidates import Candidates, ranking_names, towers_of
 from monolith.train.task import Mode, Outputs, Task
 
 
 class RetrievalTask(Task):
-    """A task that learns which items to retrieve for a user. Its model is, or contains, a `TwoTower`.
+    """A task that learns which items to retrieve for a user. Its model is, or contains, a
+    `RetrievalModel`, such as `TwoTower` or `HSTU`.
 
     Examples:
         >>> from monolith import FeatureSpec, IdFeature, Label, MemorySource, Mode, Pipeline, RetrievalTask
@@ -75,7 +76,7 @@ class RetrievalTask(Task):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
         """Pick each item out of its batch; where candidates are ready, rank it among them, too."""
-        picked = _two_tower(model).pick(batch)
+        picked = _retrieval_model(model).pick(batch)
         head = next(iter(batch.labels), "prediction")
         measures = {}
         if self._candidates is not None:
@@ -84,7 +85,7 @@ class RetrievalTask(Task):
 
     def predictions(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Score each user with the item of its own example, and with no other."""
-        scores: Tensor = _two_tower(model)(batch)
+        scores: Tensor = _retrieval_model(model)(batch)
         return {next(iter(batch.labels), "prediction"): scores}
 
     def meaning(self, head: str) -> Literal["score"]:  # noqa: ARG002
@@ -129,8 +130,11 @@ class RetrievalTask(Task):
         return candidates.ranked(towers.users(batch), wanted, self.ks, barred)
 
 
-def _two_tower(model: nn.Module) -> TwoTower:
-    found = next((part for part in model.modules() if isinstance(part, TwoTower)), None)
+def _retrieval_model(model: nn.Module) -> RetrievalModel:
+    found = next((part for part in model.modules() if isinstance(part, RetrievalModel)), None)
     if found is None:
-        raise ConfigError(f"a RetrievalTask trains a TwoTower; its model is a {type(model).__name__}")
+        raise ConfigError(
+            "a RetrievalTask trains a RetrievalModel, such as TwoTower or HSTU; its model is a "
+            f"{type(model).__name__}"
+        )
     return found
