@@ -66,6 +66,7 @@ from monolith.feature import (
 from monolith.model import (
     DLRM,
     FFM,
+    HSTU,
     DCNv2,
     DeepFM,
     DeepInterest,
@@ -75,6 +76,7 @@ from monolith.model import (
     FeatureSet,
     MMoE,
     ReadyModel,
+    SASRec,
     TwoTower,
 )
 from monolith.nn import MLP, Dense, auc, sigmoid_loss_and_pred
@@ -131,6 +133,7 @@ __version__: str
 __all__ = [
     "DLRM",
     "FFM",
+    "HSTU",
     "METRICS",
     "MLP",
     "Adagrad",
@@ -228,6 +231,7 @@ __all__ = [
     "Rmsprop",
     "Run",
     "RunConfig",
+    "SASRec",
     "SaveConfig",
     "SaveError",
     "Saver",
