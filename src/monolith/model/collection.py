@@ -284,6 +284,11 @@ class EmbeddingCollection(nn.Module):
         return self._gatherer.plan.features
 
     @property
+    def plan(self) -> LayoutPlan:
+        """The layouts, worked out."""
+        return self._gatherer.plan
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...] | list[tuple[int, ...]]]:
         """The shape of each layout, without the examples; a list for one that is NONE."""
         plan = self._gatherer.plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from monolith.errors import ConfigError, FeatureError
@@ -12,6 +13,7 @@ from monolith.feature import Batch, Each, FeatureSpec, HistoryFeature
 from monolith.model.collection import PreparedBatch
 from monolith.model.features import FeatureSet
 from monolith.model.ready import ModelInput
+from monolith.nn.layers.transducers import sequence_of
 from monolith.tensors import RaggedTensor
 
 TIME = ".time"
@@ -41,7 +43,7 @@ class StepFeatures(NamedTuple):
         values = history.flat_values
         for name in self.companions:
             more = layouts[name].flat_values
-            if len(more) != len(values):
+            if more.shape != values.shape:
                 raise FeatureError(
                     f"{name!r} has {len(more)} steps, and {self.history!r} {len(values)}: a step has one of "
                     "both"
@@ -128,10 +130,10 @@ def step_times(batch: ModelInput, history: str, row_splits: Tensor) -> tuple[Ten
     if not isinstance(found, RaggedTensor):
         return None, None
     times = found.flat_values.to(row_splits.device)
-    asked = times.roll(-1)
-    some = row_splits.diff() > 0
-    last = row_splits[1:][some] - 1
-    asked[last] = times[last]
-    if event_times is not None and len(event_times) == len(some):
-        asked[last] = event_times.to(row_splits.device)[some]
-    return times, asked
+    steps = times.shape[0]
+    sequence = sequence_of(row_splits, steps)
+    is_last = torch.arange(1, steps + 1, device=times.device) == row_splits[sequence + 1]
+    last = times
+    if event_times is not None and event_times.shape[0] == row_splits.shape[0] - 1:
+        last = event_times.to(times.device)[sequence]
+    return times, torch.where(is_last, last, times.roll(-1))

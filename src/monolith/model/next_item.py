@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from monolith.errors import ConfigError
 from monolith.feature import CONCAT, Batch, FeatureSpec, HistoryFeature, Layout
 from monolith.model.features import Feature
-from monolith.model.histories import has_times, max_length_of, step_features, step_times
+from monolith.model.histories import TIME, has_times, max_length_of, step_features, step_times
 from monolith.model.ready import MODEL_DEFAULTS, ModelInput, ModelInputs, ModelOptions
 from monolith.model.retrieval import PickedItems, RetrievalModel, Similarity, positive_examples
 from monolith.nn import (
@@ -134,12 +134,12 @@ class NextItem(RetrievalModel):
         del floats
         read = self.embeddings(batch)
         items = self.compared(read[self.item_id])
-        return self.score(self._users(read, batch, len(items)), items)
+        return self.score(self._users(read, batch, items.shape[0]), items)
 
     def users(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
         del floats
         read = self.embeddings(batch)
-        return self._users(read, batch, len(read[self.item_id]))
+        return self._users(read, batch, read[self.item_id].shape[0])
 
     def items(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
         del floats
@@ -213,13 +213,18 @@ class NextItem(RetrievalModel):
         some = row_splits.diff() > 0
         places = (row_splits[1:] - 1).clamp(min=0)
         padded = torch.cat([states, self.start[None]])  # so that there is a state to point to
-        vectors = self.compared(padded[torch.where(some, places, len(states))])
-        return vectors if len(vectors) == examples else vectors.expand(examples, -1)  # one user for all
+        vectors = self.compared(padded[torch.where(some, places, states.shape[0])])
+        return vectors if vectors.shape[0] == examples else vectors.expand(examples, -1)  # one user for all
 
     def _states(self, read: Mapping[str, Any], batch: ModelInput) -> Tensor:
         """Return a state for each step, float of shape (steps, dim)."""
         steps = self.step_features.read(read)
         return self._encoded(steps.flat_values * math.sqrt(self.out), steps.row_splits, batch)
+
+    @property
+    def time_features(self) -> tuple[str, ...]:
+        """The features of times that it reads."""
+        return ()
 
     def _encoded(self, values: Tensor, row_splits: Tensor, batch: ModelInput) -> Tensor:
         del batch
@@ -370,12 +375,17 @@ class HSTU(NextItem):
             nn.init.normal_(self.positions, std=0.02)
         self.dropout = nn.Dropout(dropout)
 
+    @property
+    def time_features(self) -> tuple[str, ...]:
+        assert isinstance(self.encoder, HSTUEncoder)
+        return (self.step_features.history + TIME,) if self.encoder.time_buckets else ()
+
     def _encoded(self, values: Tensor, row_splits: Tensor, batch: ModelInput) -> Tensor:
-        steps = positions_of(row_splits, len(values))
+        steps = positions_of(row_splits, values.shape[0])
         values = self.dropout(values + self.positions[steps.clamp(max=self.max_length - 1)])
         assert isinstance(self.encoder, HSTUEncoder)
         times, asked = step_times(batch, self.step_features.history, row_splits)
         if times is None and self.encoder.time_buckets:
-            times = asked = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+            times = asked = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
         states: Tensor = self.encoder(values, row_splits, times, asked)
         return states

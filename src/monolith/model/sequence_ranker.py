@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from monolith.errors import ConfigError
 from monolith.feature import CONCAT, Batch, FeatureSpec, Layout
 from monolith.model.features import Feature
-from monolith.model.histories import has_times, max_length_of, step_features, step_times
+from monolith.model.histories import TIME, has_times, max_length_of, step_features, step_times
 from monolith.model.ready import (
     InputAxes,
     LogitModel,
@@ -31,6 +31,7 @@ from monolith.model.ready import (
     tower,
 )
 from monolith.nn import GRUEncoder, HSTUEncoder, SASRecEncoder
+from monolith.nn.layers.transducers import sequence_of
 from monolith.tensors import RaggedTensor
 
 Encoder = Literal["hstu", "sasrec", "gru"]
@@ -69,11 +70,11 @@ class SequenceRankerDense(nn.Module):
             rest: float of shape (examples, width) each.
             times: Seconds: of each step, of shape (steps,), and of each example.
         """
-        steps, times = _repeated(steps, times, len(item))
+        steps, times = _repeated(steps, times, item.shape[0])
         values, row_splits, places = appended(steps, item)
         scaled = values * math.sqrt(values.shape[1])
         if isinstance(self.encoder, HSTUEncoder) and self.encoder.time_buckets:
-            when = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+            when = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
             if times is not None:
                 when = appended(RaggedTensor(times[0], steps.row_splits, validate=False), times[1])[0]
             states = self.encoder(scaled, row_splits, when)
@@ -163,6 +164,13 @@ class SequenceRanker(LogitModel):
         """As of `ReadyModel`."""
         return {"dense.mlp.0.kernel.weight": {"0": along(self.segments)}}
 
+    @property
+    def time_features(self) -> tuple[str, ...]:
+        """The features of times that it reads."""
+        encoder = self.dense.encoder
+        timed = isinstance(encoder, HSTUEncoder) and encoder.time_buckets
+        return (self.step_features.history + TIME,) if timed else ()
+
     def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return logits of shape (examples,).
 
@@ -173,7 +181,7 @@ class SequenceRanker(LogitModel):
         numbers = self.floats.read(batch, floats, self.embeddings.device)
         steps = self.step_features.read(read)
         rest = [read["vectors"]] if numbers is None else [read["vectors"], numbers]
-        times = self._times(batch, steps, len(read["item"]))
+        times = self._times(batch, steps, read["item"].shape[0])
         logits: Tensor = self.dense(steps, read["item"], rest, times)
         return logits
 
@@ -184,12 +192,12 @@ class SequenceRanker(LogitModel):
             return None
         ids = batch.ids if isinstance(batch, Batch) else batch
         event_times = getattr(ids, "event_times", None)
-        if event_times is not None and len(event_times) == examples:
+        if event_times is not None and event_times.shape[0] == examples:
             return times, event_times.to(times.device)
         padded = torch.cat([times, times.new_zeros(1)])
         some = history.row_lengths() > 0
-        last = padded[torch.where(some, history.row_splits[1:] - 1, len(times))]
-        return times, last if len(last) == examples else last.expand(examples)
+        last = padded[torch.where(some, history.row_splits[1:] - 1, times.shape[0])]
+        return times, last if last.shape[0] == examples else last.expand(examples)
 
 
 def appended(rows: RaggedTensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,13 +210,14 @@ def appended(rows: RaggedTensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         The values of shape (n + m, ...), their row splits, and the places of the appended ones.
     """
-    many = torch.arange(len(last) + 1, device=last.device)
+    many = torch.arange(last.shape[0] + 1, device=last.device)
     row_splits = rows.row_splits + many
     places = row_splits[1:] - 1
-    order = torch.empty(int(len(rows.flat_values) + len(last)), dtype=torch.int64, device=last.device)
-    mine = torch.arange(len(rows.flat_values), device=last.device) + rows.value_rowids
-    order[mine] = torch.arange(len(mine), device=last.device)
-    order[places] = len(mine) + many[:-1]
+    steps = rows.flat_values.shape[0]
+    sequence = sequence_of(row_splits, steps + last.shape[0])
+    numbers = torch.arange(steps + last.shape[0], device=last.device)
+    # Before a step of a row lies one appended value of each row before it.
+    order = torch.where(numbers == places[sequence], steps + sequence, numbers - sequence)
     return torch.cat([rows.flat_values, last])[order], row_splits, places
 
 

@@ -58,8 +58,10 @@ _TREES = frozenset(("builtins.tuple", "builtins.list", "builtins.dict"))
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 _SYMBOLS = re.compile(
     r"[suz]+\d+|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|Max|Min|Mod|PythonMod|FloorDiv|CeilDiv|CleanDiv|ModularIndexing"
-    r"|True|False|oo|int_oo|Symbol|Integer|positive|integer"
+    r"|Add|Mul|True|False|oo|int_oo|Symbol|Integer|positive|integer"
 )
+_SQUARE = re.compile(r"Pow\((Symbol\('[suz]+\d+'(?:, \w+=True)*\)), Integer\(2\)\)")
+"""A size times itself, as attention has it. Other powers are refused: they may be too large to compute."""
 _QUOTED = re.compile(r"'([suz]+\d+)'")
 _EXPRESSION = re.compile(r"[\w\s+\-*/%<>=!&|~(),.]*")
 
@@ -178,7 +180,7 @@ def _check_parts(value: Any, name: str) -> None:
             if inner["type"] != "cpu":
                 raise CorruptFileError(name, 0, f"it computes on {inner['type']!r:.40}; export it on the CPU")
         elif key == "expr_str":
-            plain = _QUOTED.sub(r"\1", str(inner))
+            plain = _QUOTED.sub(r"\1", _SQUARE.sub(r"\1", str(inner)))
             if not _EXPRESSION.fullmatch(plain) or not all(map(_SYMBOLS.fullmatch, _SYMBOL.findall(plain))):
                 raise CorruptFileError(name, 0, f"a size in it is {inner!r:.80}, which is not read")
         elif key in ("custom_obj", "token") or (key.startswith("as_") and not _ARGUMENTS.fullmatch(key)):

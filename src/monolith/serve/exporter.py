@@ -420,6 +420,7 @@ class Exporter:
             labels=saved.heads,
             factory=self._model.factory if traced is None else None,
             arguments=self._model.arguments if traced is None else {},
+            times=() if traced is None else traced.times,
             towers=None if traced is None or self._towers is None else _describe_towers(self._towers),
         )
         if traced is not None:

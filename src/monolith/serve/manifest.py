@@ -188,6 +188,8 @@ class ServableDense:
     """package.module:function that returns a `PythonModule`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the factory."""
+    times: tuple[str, ...] = ()
+    """Features of times that the graph reads; see `monolith.serve.jagged`."""
     towers: ServableTowers | None = None
     """The towers of a retrieval model, whose items can be searched; None of other models."""
 

@@ -28,11 +28,12 @@ from torch import Tensor
 
 from monolith import concurrency, filesystem, native
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
-from monolith.feature import Batch, Gatherer
+from monolith.feature import Batch, FeatureIds, Gatherer
 from monolith.feature.gathering import PackedBatch
 from monolith.observe import Progress, progress
 from monolith.serve.candidates import CandidateColumns, CandidateRunner, find_candidates
 from monolith.serve.dense import CompiledDense, DenseGraph
+from monolith.serve.jagged import JaggedInputs
 from monolith.serve.manifest import WARM_UP, Servable, ServableDense, Signature, read_requests
 from monolith.serve.python_module import ModuleRunner, make_module
 from monolith.serve.request_reader import RawTensors, RequestReader
@@ -449,26 +450,26 @@ class Predictor:
         path = filesystem.join(folder, GRAPH)
         ordered = {name: weights[name] for name in dense.weights}
         graph: DenseGraph | CompiledDense
+        plans = [collection.plan(rows.tables) for collection in locked.servable.collections]
+        jagged = JaggedInputs(plans, dense.times)
         if options.get("compiled"):
             if COMPILED not in files:
                 raise ConfigError(f"{folder} has no compiled package; export it with --compile")
             graph = CompiledDense(filesystem.join(folder, COMPILED), ordered)
         else:
-            graph = DenseGraph(filesystem.read_bytes(path), ordered, path)
+            graph = DenseGraph(filesystem.read_bytes(path), ordered, path, record=not jagged)
         workers = native.Workers(self._threads)
-        gatherers = [
-            Gatherer(collection.plan(rows.tables), workers) for collection in locked.servable.collections
-        ]
+        gatherers = [Gatherer(plan, workers) for plan in plans]
         if dense.towers is not None:
             for side, file in TOWER_GRAPHS.items():
                 where = filesystem.join(folder, file)
-                tower = DenseGraph(filesystem.read_bytes(where), ordered, where)
+                tower = DenseGraph(filesystem.read_bytes(where), ordered, where, record=not jagged)
                 self._towers[side] = TowerRunner(locked.servable, side, tower, gatherers, rows)
-        if isinstance(graph, DenseGraph):
+        if isinstance(graph, DenseGraph) and not jagged:
             self._ranking = CandidateRunner(
                 locked.servable, graph, rows, workers, [one.name for one in self._reader.inputs]
             )
-        return GraphRunner(graph, gatherers, rows, tuple(dense.floats), dense.outputs), tuple(ordered)
+        return GraphRunner(graph, gatherers, rows, jagged, dense), tuple(ordered)
 
 
 class GraphRunner:
@@ -479,14 +480,15 @@ class GraphRunner:
         graph: DenseGraph | CompiledDense,
         gatherers: Sequence[Gatherer],
         rows: RowSource,
-        floats: Sequence[str],
-        outputs: Sequence[str],
+        jagged: JaggedInputs,
+        dense: ServableDense,
     ) -> None:
         self._graph = graph
         self._gatherers = gatherers
         self._rows = rows
-        self._floats = tuple(floats)
-        self._outputs = tuple(outputs)
+        self._jagged = jagged
+        self._floats = tuple(dense.floats)
+        self._outputs = tuple(dense.outputs)
 
     def run(
         self, batch: Batch | PackedBatch, deadline: float | None
@@ -501,6 +503,9 @@ class GraphRunner:
                 made, found = self._rows.gather(gatherer, ids, deadline=deadline)
                 all_found.append(found)
                 tensors += made
+            if self._jagged:
+                assert isinstance(ids, FeatureIds), "requests with lists are not packed"
+                tensors = self._jagged.tensors(tensors, ids)
             try:
                 floats = [batch.floats[name] for name in self._floats]
             except KeyError as cause:

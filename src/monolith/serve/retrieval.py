@@ -1,7 +1,7 @@
 """The towers of a retrieval model: the vector of a user or of an item, from raw columns.
 
-A `TwoTower` is exported with a graph for each tower next to the graph of its scores, so that items can be
-embedded once and searched (`item_index`), and a user is embedded without an item.
+A `RetrievalModel` is exported with a graph for each side next to the graph of its scores, so that items can
+be embedded once and searched (`item_index`), and a user is embedded without an item.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from monolith.feature import Batch, Gatherer
 from monolith.serve.dense import DenseGraph
+from monolith.serve.jagged import JaggedInputs
 from monolith.serve.manifest import Servable
 from monolith.serve.request_reader import Kind, RequestReader
 from monolith.serve.rows import FoundRows, RowSource
@@ -69,6 +70,7 @@ class TowerRunner:
         self._graph = graph
         self._gatherers = gatherers
         self._rows = rows
+        self._jagged = JaggedInputs([one.plan for one in gatherers], dense.times)
 
     def swap(self, weights: Mapping[str, Tensor]) -> None:
         """Use these weights from the next call on.
@@ -96,6 +98,7 @@ class TowerRunner:
                 rows = self._rows.lookup(TableIds(gathered.ids, gathered.sizes), deadline=deadline)
                 found.append(rows)
                 tensors += gathered.gather(rows.rows)
+            tensors = self._jagged.tensors(tensors, batch.ids)
             floats = [
                 batch.floats[name] if name in batch.floats else torch.zeros(len(batch), width)
                 for name, width in self._floats.items()

@@ -4,8 +4,9 @@ Embedding rows are not part of a graph, and neither are weights: both are its in
 
     outputs(weights, tensors of every EmbeddingCollection, float features) -> predictions by head
 
-for any number of examples. Weights that are inputs can be swapped between two batches, and a graph without
-weights contains nothing that would have to be unpickled.
+for any number of examples, and of steps of their histories; see `monolith.serve.jagged`. Weights that are
+inputs can be swapped between two batches, and a graph without weights contains nothing that would have to be
+unpickled.
 
 While tracing, stand-ins replace the rows and IDs of a batch. A model that reads IDs outside of its
 collections is refused, and may be served as a Python module.
@@ -25,11 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import CorruptFileError, ExportError, MonolithError
-from monolith.feature import Batch
+from monolith.feature import Batch, FeatureIds
 from monolith.model import EmbeddingCollection
 from monolith.model.collection import StandIn
+from monolith.nn.layers.transducers import one_group
 from monolith.observe.stacks import own_frame
 from monolith.serve.dense import DenseGraph, clean_graph
+from monolith.serve.jagged import JaggedInputs, Taken
+from monolith.tensors import RaggedTensor
 
 Predict = Callable[[nn.Module, Batch], Mapping[str, Tensor]]
 """Runs a module on a batch; returns predictions by head, each of shape (examples,)."""
@@ -56,6 +60,8 @@ class TracedDense:
     """Heads, in the order of the graph's outputs."""
     example: tuple[Sequence[Tensor], Sequence[Tensor]]
     """Example inputs: tensors of rows, and floats."""
+    times: tuple[str, ...] = ()
+    """Features of times that it reads; see `monolith.serve.jagged`."""
 
 
 def collections_of(module: nn.Module) -> list[EmbeddingCollection]:
@@ -87,7 +93,7 @@ def trace_dense(
     weights = {name: tensor.detach() for name, tensor in _tensors(module).items()}
     rows, numbers = half.examples(_TRACED)
     size = torch.export.Dim("examples", min=1)
-    shapes = ([None] * len(weights), [{0: size}] * len(rows), [{0: size}] * len(numbers))
+    shapes = ([None] * len(weights), half.jagged.sizes(size), [{0: size}] * len(numbers))
     try:
         with torch.no_grad():
             program = torch.export.export(
@@ -114,7 +120,7 @@ def trace_dense(
         raise ExportError(
             f"{type(module).__name__} cannot be exported as a graph: {cause.reason}. {INSTEAD}"
         ) from cause
-    traced = TracedDense(graph, weights, half.heads, (rows, numbers))
+    traced = TracedDense(graph, weights, half.heads, (rows, numbers), half.jagged.times)
     _compare(half, traced, _written_at(module))
     return traced
 
@@ -149,17 +155,27 @@ class DenseHalf(nn.Module):
         self._labels = tuple(heads)
         self._group = group
         self._collections = collections_of(module)
+        times = [name for one in module.modules() for name in getattr(one, "time_features", ())]
+        self.jagged = JaggedInputs([one.plan for one in self._collections], times)
+        """Its histories."""
         self.heads: tuple[str, ...] = ()
         """The heads of its predictions, after the first run."""
 
     def examples(self, size: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
         """Return tensors of rows and floats, of so many examples."""
         random = torch.Generator().manual_seed(seed)
-        rows = [
-            torch.rand((size, *shape), generator=random) - 0.5
+        lengths = torch.randint(0, 4, (size,), generator=random) + torch.arange(size) // 2
+        ids = {}
+        for name in (*self.jagged.histories, *self.jagged.times):
+            values = torch.randint(0, 1 << 20, (int(lengths.sum()),), generator=random)
+            ids[name] = RaggedTensor.from_row_lengths(values, lengths)
+        drawn = FeatureIds.pack(ids, batch_size=size)
+        outputs = [
+            torch.rand(shape, generator=random) - 0.5
             for one in self._collections
-            for shape in _flat_shapes(one)
+            for shape in one.plan.output_shapes(size, one.plan.row_splits(drawn))
         ]
+        rows = self.jagged.tensors(outputs, drawn)
         return rows, [torch.rand((size, width), generator=random) for width in self._floats.values()]
 
     def forward(self, rows: Sequence[Tensor], floats: Sequence[Tensor]) -> list[Tensor]:
@@ -169,16 +185,22 @@ class DenseHalf(nn.Module):
             rows: The layout tensors of the collections, collection after collection, layouts in sorted order.
             floats: Of shape (examples, width) each.
         """
-        if not rows:
-            raise ExportError("the model has no EmbeddingCollection, so there is nothing to look up")
-        size: Any = rows[0].shape[0]  # symbolic while tracing
+        given = iter(rows)
+        taken = [self.jagged.layouts(one.plan, given) for one in self._collections]
+        size: Any = self._examples(taken)  # symbolic while tracing
         labels = {head: torch.full((size,), math.nan) for head in self._labels}
         ids: Any = _StandInIds(size)
+        for name in self.jagged.times:
+            ids.times[name] = RaggedTensor(next(given), self._row_splits(name, taken), validate=False)
+        if self.jagged.times:
+            ids.event_times = next(given)
         batch = _StandInBatch(ids, dict(zip(self._floats, floats, strict=True)), labels, group=self._group)
-        given = iter(rows)
         with ExitStack() as replaced:
-            for collection in self._collections:
-                replaced.enter_context(collection.replaced(_stand_in(collection, given, batch)))
+            for collection, (outputs, row_splits, numbers) in zip(self._collections, taken, strict=True):
+                layouts = collection.plan.by_name(outputs, row_splits)
+                replaced.enter_context(collection.replaced(_stand_in(layouts, batch)))
+                if numbers is not None:
+                    replaced.enter_context(one_group(numbers))
             predictions = self._outputs(self.module, batch)
         self.heads = tuple(predictions)
         found = []
@@ -190,6 +212,21 @@ class DenseHalf(nn.Module):
                 )
             found.append(values.to(torch.float32))
         return found
+
+    def _examples(self, taken: Sequence[Taken]) -> Any:
+        """Return the number of examples."""
+        for collection, (outputs, row_splits, _) in zip(self._collections, taken, strict=True):
+            for feature, output in zip(collection.plan.each, outputs, strict=True):
+                return output.shape[0] if feature < 0 else row_splits[feature].shape[0] - 1
+        raise ExportError("the model has no EmbeddingCollection, so there is nothing to look up")
+
+    def _row_splits(self, times: str, taken: Sequence[Taken]) -> Tensor:
+        """Return the row splits of the history that some times are of."""
+        for collection, (_, row_splits, _) in zip(self._collections, taken, strict=True):
+            for feature, found in row_splits.items():
+                if times.startswith(f"{collection.plan.features[feature].name}."):
+                    return found
+        raise ExportError(f"the model reads {times!r}, and no history that they are the times of. {INSTEAD}")
 
 
 class _OverWeights(nn.Module):
@@ -206,20 +243,7 @@ class _OverWeights(nn.Module):
         return found
 
 
-def _flat_shapes(collection: EmbeddingCollection) -> list[tuple[int, ...]]:
-    """Return the shapes of a collection's layout tensors, in order, without the batch dimension."""
-    found: list[tuple[int, ...]] = []
-    for shape in collection.shapes.values():
-        found += shape if isinstance(shape, list) else [shape]
-    return found
-
-
-def _stand_in(collection: EmbeddingCollection, given: Any, batch: _StandInBatch) -> StandIn:
-    layouts = {
-        name: [next(given) for _ in shape] if isinstance(shape, list) else next(given)
-        for name, shape in collection.shapes.items()
-    }
-
+def _stand_in(layouts: Mapping[str, Any], batch: _StandInBatch) -> StandIn:
     def layouts_of(asked: object) -> Mapping[str, Any]:
         if asked is not batch and asked is not batch.ids:
             raise ExportError(
@@ -250,10 +274,18 @@ class _StandInIds:
     def __init__(self, batch_size: Any) -> None:
         self.batch_size = batch_size
         self.event_time = 0
-        self.event_times = None
+        self.event_times: Tensor | None = None
+        self.times: dict[str, RaggedTensor] = {}
+        """Features of times -> those of all steps: they are inputs of the graph."""
 
-    def __getitem__(self, name: str) -> NoReturn:
-        self._refuse(f"feature {name!r}")
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.times)
+
+    def __getitem__(self, name: str) -> RaggedTensor:
+        if name not in self.times:
+            self._refuse(f"feature {name!r}")
+        return self.times[name]
 
     def first(self, name: str) -> NoReturn:
         """Refuse to be read."""
@@ -284,7 +316,7 @@ def _compare(half: DenseHalf, traced: TracedDense, place: str) -> None:
     Args:
         place: File and line of the model, for the message.
     """
-    graph = DenseGraph(traced.graph, traced.weights)
+    graph = DenseGraph(traced.graph, traced.weights, record=not half.jagged)
     for size in _SIZES:
         rows, floats = half.examples(size, seed=size)
         with torch.no_grad():

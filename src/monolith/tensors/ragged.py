@@ -166,7 +166,7 @@ class RaggedTensor:
 
     @property
     def nrows(self) -> int:
-        return len(self._row_splits) - 1
+        return self._row_splits.shape[0] - 1
 
     @property
     def ragged_rank(self) -> int:
@@ -373,7 +373,7 @@ def _check_parts(values: object, row_splits: object, value_rowids: object) -> No
         not isinstance(row_splits, Tensor)
         or row_splits.dtype is not torch.int64
         or row_splits.ndim != 1
-        or not len(row_splits)
+        or not row_splits.shape[0]
     ):
         raise TensorArgumentError(
             f"row_splits must be int64 of shape (nrows + 1,), got {describe(row_splits)}"

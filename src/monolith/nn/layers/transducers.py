@@ -9,13 +9,16 @@ that each state may be trained to predict the step behind it.
     GRUEncoder      a recurrent network (Hidasi et al., 2016), for comparison
 
 Attention needs sequences next to each other. They are taken together by length, a group at a time, so that
-one long sequence does not pad all: see `length_groups`.
+one long sequence does not pad all: see `length_groups`. How many groups there are depends on the lengths,
+which a graph of torch.export cannot know: there, all sequences are one group; see `one_group`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +49,23 @@ class LengthGroup:
     """bool of the same shape: which steps there are."""
 
 
+_one_group: ContextVar[Tensor | None] = ContextVar("one_group", default=None)
+
+
+@contextmanager
+def one_group(steps: Tensor) -> Iterator[None]:
+    """Have encoders take all sequences as one group in this block, without looking at their lengths.
+
+    Args:
+        steps: int64, 0, 1 and so on: as many as the longest sequence has, or more.
+    """
+    before = _one_group.set(steps)
+    try:
+        yield
+    finally:
+        _one_group.reset(before)
+
+
 def length_groups(row_splits: Tensor, heads: int = 1, most_cells: int = MOST_CELLS) -> Iterator[LengthGroup]:
     """Cut sequences into groups whose attention weights are computed together, the longest ones first.
 
@@ -53,6 +73,10 @@ def length_groups(row_splits: Tensor, heads: int = 1, most_cells: int = MOST_CEL
         row_splits: int64 of shape (sequences + 1,). Read on the host: on a GPU, this waits for it.
     """
     lengths = row_splits.diff()
+    if (all_steps := _one_group.get()) is not None:
+        real = all_steps < lengths[:, None]
+        yield LengthGroup(row_splits[:-1, None] + torch.where(real, all_steps, 0), real)
+        return
     longest_first = torch.argsort(lengths, descending=True, stable=True)
     sizes = lengths[longest_first].tolist()
     begin = 0
@@ -80,6 +104,9 @@ def _by_group(
     Returns:
         Shape (steps, ...); None if there is no step.
     """
+    if _one_group.get() is not None:
+        (group,) = length_groups(row_splits)
+        return compute(group)[sequence_of(row_splits, steps), positions_of(row_splits, steps)]
     results, places = [], []
     for group in length_groups(row_splits, heads):
         results.append(compute(group)[group.real])
@@ -91,10 +118,21 @@ def _by_group(
     return torch.cat(results)[order]
 
 
+def sequence_of(row_splits: Tensor, steps: int) -> Tensor:
+    """Return int64 of shape (steps,): the sequence that each step is in.
+
+    Steps behind the last sequence, with which a graph is padded, count to the last.
+    """
+    places = torch.arange(steps, device=row_splits.device)
+    return torch.searchsorted(row_splits[1:], places, right=True).clamp(max=row_splits.shape[0] - 2)
+
+
 def positions_of(row_splits: Tensor, steps: int) -> Tensor:
     """Return int64 of shape (steps,): how many steps of its sequence are before each."""
-    starts = torch.repeat_interleave(row_splits[:-1], row_splits.diff(), output_size=steps)
-    return torch.arange(steps, device=row_splits.device) - starts
+    starts = row_splits[sequence_of(row_splits, steps)]
+    positions = torch.arange(steps, device=row_splits.device) - starts
+    all_steps = _one_group.get()
+    return positions if all_steps is None else positions.clamp(max=all_steps.shape[0] - 1)
 
 
 class _Encoder(nn.Module):
@@ -120,14 +158,17 @@ class _Encoder(nn.Module):
         name = type(self).__name__
         check_shape(name, "values", values, None, self.dim)
         check_shape(name, "row_splits", row_splits, None)
-        if row_splits.dtype is not torch.int64 or not len(row_splits):
+        if row_splits.dtype is not torch.int64 or not row_splits.shape[0]:
             raise LayerArgumentError(f"{name}: row_splits must be int64 of shape (sequences + 1,)")
-        if len(row_splits) > 1 and (longest := int(row_splits.diff().max())) > self.max_length:
+        in_graph = _one_group.get() is not None
+        if in_graph or row_splits.shape[0] < 2:
+            return positions_of(row_splits, values.shape[0]).clamp(max=self.max_length - 1)
+        if (longest := int(row_splits.diff().max())) > self.max_length:
             raise LayerArgumentError(
                 f"{name}: a sequence has {longest} steps, and max_length is {self.max_length}; keep the last "
                 f"{self.max_length} of each, or set max_length"
             )
-        return positions_of(row_splits, len(values))
+        return positions_of(row_splits, values.shape[0])
 
 
 class HSTUEncoder(_Encoder):
@@ -204,9 +245,9 @@ class HSTUEncoder(_Encoder):
                 raise LayerArgumentError(
                     "HSTUEncoder: times must be given, or leave time out by time_buckets = 0"
                 )
-            check_shape("HSTUEncoder", "times", times, len(values))
+            check_shape("HSTUEncoder", "times", times, values.shape[0])
             if asked is not None:
-                check_shape("HSTUEncoder", "asked", asked, len(values))
+                check_shape("HSTUEncoder", "asked", asked, values.shape[0])
         for layer in self.layers:
             values = layer(values, row_splits, times, times if asked is None else asked)
         return values
@@ -255,7 +296,7 @@ class HSTULayer(nn.Module):
             weights = torch.tril(functional.silu(scores) / self.max_length)
             return (weights @ self._heads(content, group)).transpose(1, 2).flatten(2)
 
-        attended = _by_group(row_splits, len(values), self.heads, attend)
+        attended = _by_group(row_splits, values.shape[0], self.heads, attend)
         if attended is None:
             return values
         changed: Tensor = self.output(self.dropout(self.output_norm(attended) * gate))
@@ -268,13 +309,14 @@ class HSTULayer(nn.Module):
     def _bias(self, group: LengthGroup, times: Tensor | None, asked: Tensor | None) -> Tensor:
         """Return what is added to scores, of shape (sequences or 1, 1, length, length)."""
         steps = torch.arange(group.places.shape[1], device=group.places.device)
-        bias = self.by_distance[(steps[:, None] - steps).clamp(min=0)][None, None]
+        apart = (steps[:, None] - steps).clamp(min=0, max=self.max_length - 1)
+        bias = self.by_distance[apart][None, None]
         if self.by_time is None:
             return bias
         assert times is not None
         assert asked is not None
-        apart = (asked[group.places][:, :, None] - times[group.places][:, None, :]).clamp(min=1)
-        buckets = (apart.to(torch.float64).log() / _PER_BUCKET).long().clamp(max=len(self.by_time) - 1)
+        gaps = (asked[group.places][:, :, None] - times[group.places][:, None, :]).clamp(min=1)
+        buckets = (gaps.to(torch.float64).log() / _PER_BUCKET).long().clamp(max=len(self.by_time) - 1)
         return bias + self.by_time[buckets][:, None]
 
 
@@ -367,7 +409,7 @@ class SASRecLayer(nn.Module):
             )
             return found.transpose(1, 2).flatten(2)
 
-        attended = _by_group(row_splits, len(values), self.heads, attend)
+        attended = _by_group(row_splits, values.shape[0], self.heads, attend)
         if attended is None:
             return values
         values = values + self.dropout(self.attention_output(attended))
@@ -415,6 +457,11 @@ class GRUEncoder(_Encoder):
             row_splits: int64 of shape (sequences + 1,).
         """
         positions = self._positions(values, row_splits)
+        if _one_group.get() is not None:
+            raise LayerArgumentError(
+                "GRUEncoder: a recurrent network has an operator for each step of the longest sequence, and a "
+                "graph has a fixed number of them; export a model with HSTUEncoder or SASRecEncoder"
+            )
         if not len(values):
             return values
         # The first steps of all sequences, the longest one's first, then all second steps, and so forth.
@@ -428,5 +475,5 @@ class GRUEncoder(_Encoder):
         packed = PackedSequence(self.dropout(values)[order], torch.bincount(positions).cpu())
         states = torch.empty_like(order)
         states[order] = torch.arange(len(order), device=order.device)
-        found: Tensor = self.output(self.gru(packed)[0].data[states])
-        return found
+        unpacked: Tensor = self.output(self.gru(packed)[0].data[states])
+        return unpacked
