@@ -189,7 +189,7 @@ READY: Mapping[str, tuple[Callable[..., NextItem], Mapping[str, int]]] = {
 """The ready model of each name, and what is not as `Settings` says."""
 
 
-class ReadyModel(nn.Module):
+class TableModel(nn.Module):
     """A ready model with rows in tables. It has the methods of `NextItemModel`."""
 
     def __init__(self, kind: str, items: int, settings: Settings, seed: int, device: torch.device) -> None:
@@ -254,9 +254,9 @@ class NextItemLearner:
         self._split = leave_one_out(log, valid=False)
         self._items = int(log.items.max()) + 1
         self._random = torch.Generator().manual_seed(seed)
-        self._model: NextItemModel | ReadyModel
+        self._model: NextItemModel | TableModel
         if tables:
-            self._model = ReadyModel(kind, self._items, self._settings, seed, device)
+            self._model = TableModel(kind, self._items, self._settings, seed, device)
         else:
             self._model = MODELS[kind](self._items, self._settings).to(device)
         self._optimizers: list[torch.optim.Optimizer | EmbeddingOptimizer] = [
