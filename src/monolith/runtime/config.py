@@ -147,7 +147,9 @@ class ExportConfig(Checked):
 INPUTS = ("data", "kafka", "data_service", "admission", "candidates")
 """Groups that a task receives unchanged, each by a setting of its type."""
 
-RETRIEVAL = ("two_tower", "sasrec", "hstu", "gru4rec")
+NEXT_ITEM = ("sasrec", "hstu", "gru4rec")
+"""The types of ready models that learn which item comes next."""
+RETRIEVAL = ("two_tower", *NEXT_ITEM)
 """The types of ready models that retrieve items, and are measured among all of them."""
 
 
@@ -182,7 +184,9 @@ class RunConfig(Checked):
     features: Mapping[str, Any] = field(default_factory=dict)
     """The features that the model reads of raw data; needs a task with a setting of type FeatureSpec."""
     labels: Mapping[str, Any] = field(default_factory=dict)
-    """The labels that the model learns to predict, by task; the default is the column `label`."""
+    """The labels that the model learns to predict, by task; the default is the column `label`. Models of the
+    next item (sasrec, hstu, gru4rec) need none; with some, items of records without a positive one are not
+    picked."""
     examples: ExamplesConfig = field(default_factory=ExamplesConfig)
     model: Mapping[str, Any] = field(default_factory=dict)
     """A ready model: its type, such as deepfm, and its settings. With features and data it is a whole task;
@@ -248,7 +252,9 @@ class RunConfig(Checked):
             return None
         from monolith.feature import FeatureSpec  # which needs torch, and a run without features does not
 
-        labels = {"labels": self.labels} if self.labels else {}
+        # Every record of a history has an item that came next, so that none needs a label.
+        unlabelled = self.model.get("type") in NEXT_ITEM
+        labels = {"labels": self.labels} if self.labels or unlabelled else {}
         return FeatureSpec.from_dict(
             {"features": self.features, **labels, **self.examples.settings}, "the config"
         )

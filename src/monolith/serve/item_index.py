@@ -121,8 +121,8 @@ class ItemIndex:
         dense = predictor.servable.dense
         if dense is None or dense.towers is None:
             raise ConfigError(
-                f"{predictor.folder} has no towers to search items with: export a TwoTower model, with this "
-                "version of monolith"
+                f"{predictor.folder} has no towers to search items with: export a retrieval model, such as "
+                "TwoTower, with this version of monolith"
             )
         self._predictor = predictor
         self._towers: ServableTowers = dense.towers

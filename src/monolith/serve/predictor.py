@@ -469,7 +469,8 @@ class Predictor:
             self._ranking = CandidateRunner(
                 locked.servable, graph, rows, workers, [one.name for one in self._reader.inputs]
             )
-        return GraphRunner(graph, gatherers, rows, jagged, dense), tuple(ordered)
+        runner = GraphRunner(graph, gatherers, rows, tuple(dense.floats), dense.outputs, jagged)
+        return runner, tuple(ordered)
 
 
 class GraphRunner:
@@ -480,15 +481,16 @@ class GraphRunner:
         graph: DenseGraph | CompiledDense,
         gatherers: Sequence[Gatherer],
         rows: RowSource,
-        jagged: JaggedInputs,
-        dense: ServableDense,
+        floats: Sequence[str],
+        outputs: Sequence[str],
+        jagged: JaggedInputs | None = None,
     ) -> None:
         self._graph = graph
         self._gatherers = gatherers
         self._rows = rows
+        self._floats = tuple(floats)
+        self._outputs = tuple(outputs)
         self._jagged = jagged
-        self._floats = tuple(dense.floats)
-        self._outputs = tuple(dense.outputs)
 
     def run(
         self, batch: Batch | PackedBatch, deadline: float | None

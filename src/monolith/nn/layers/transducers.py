@@ -459,8 +459,8 @@ class GRUEncoder(_Encoder):
         positions = self._positions(values, row_splits)
         if _one_group.get() is not None:
             raise LayerArgumentError(
-                "GRUEncoder: a recurrent network has an operator for each step of the longest sequence, and a "
-                "graph has a fixed number of them; export a model with HSTUEncoder or SASRecEncoder"
+                "GRUEncoder: a recurrent network has an operator for each step of the longest sequence, and "
+                "a graph has a fixed number of them; export a model with HSTUEncoder or SASRecEncoder"
             )
         if not len(values):
             return values

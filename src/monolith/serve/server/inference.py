@@ -68,7 +68,7 @@ from monolith.wire.open_inference import (
 )
 
 Parameter = bool | int | float | str
-NOT_SEARCHED = "it has no towers; export a TwoTower model"
+NOT_SEARCHED = "it has no towers; export a retrieval model, such as TwoTower"
 
 
 @dataclass(slots=True)

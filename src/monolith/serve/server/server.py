@@ -174,7 +174,9 @@ class InferenceServer:
         """Index the items of a retrieval model. Without a file that it needs, it answers all but top-k."""
         if not predictor.towers:
             if name in self._items:
-                raise ConfigError(f"serve --items: model {name!r} has no towers; export a TwoTower model")
+                raise ConfigError(
+                    f"serve --items: model {name!r} has no towers; export a retrieval model, such as TwoTower"
+                )
             return
         try:
             self.inference.indexes[predictor] = ItemIndex(
