@@ -7,8 +7,8 @@ import monolith
 NAMES = """
 Table TableConfig Segment DictTable NativeTable CudaTable AdmissionConfig Adagrad Adam Ftrl Sgd Momentum
 Rmsprop Constant Zeros RandomUniform ConstantRate PolynomialDecay Fp16 Fp32 RaggedTensor
-Batch FeatureSpec IdFeature FloatFeature BucketFeature CrossFeature SequenceFeature Label Sum Mean Max
-FirstN
+Batch FeatureSpec IdFeature FloatFeature BucketFeature CrossFeature SequenceFeature HistoryFeature
+Label Sum Mean Max FirstN Each
 Feature FeatureSet EmbeddingCollection EmbeddingOptimizer ReadyModel DeepFM DCNv2 DLRM DeepInterest MMoE
 FFM TwoTower MLP Dense auc sigmoid_loss_and_pred Store LocalStore ParameterServerStore AllToAllStore
 Source Records DataConfig DataSplit FileSource MemorySource ArrowSource PandasSource PolarsSource

@@ -36,8 +36,8 @@ AREAS = {
         RaggedTensor
     """,
     "features": """
-        Batch FeatureSpec IdFeature FloatFeature BucketFeature CrossFeature SequenceFeature Label
-        Sum Mean Max FirstN
+        Batch FeatureSpec IdFeature FloatFeature BucketFeature CrossFeature SequenceFeature HistoryFeature
+        Label Sum Mean Max FirstN Each
     """,
     "models": """
         Feature FeatureSet EmbeddingCollection EmbeddingOptimizer ReadyModel DeepFM DCNv2 DLRM

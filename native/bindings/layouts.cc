@@ -132,7 +132,8 @@ void bind_layouts(nb::module_& m) {
       .value("SUM", Pooling::kSum)
       .value("MEAN", Pooling::kMean)
       .value("MAX", Pooling::kMax)
-      .value("FIRST_N", Pooling::kFirstN);
+      .value("FIRST_N", Pooling::kFirstN)
+      .value("EACH", Pooling::kEach);
 
   nb::class_<LayoutBatch>(m, "LayoutBatch", "One batch, planned. Never changes.")
       .def_prop_ro(

@@ -40,6 +40,11 @@ Layouts::Layouts(std::vector<int> table_dims, std::vector<FeatureSpec> features,
     features_of_[feature.table].push_back(static_cast<int>(f));
     takes_maximum_ |= feature.pooling == Pooling::kMax;
   }
+  each_.assign(output_floats_.size(), -1);
+  for (const UseSpec& use : uses_)
+    if (within(use.feature, features_.size()) && within(use.output, output_floats_.size()) &&
+        features_[use.feature].pooling == Pooling::kEach)
+      each_[use.output] = use.feature;
   for (const UseSpec& use : uses_) {
     if (!within(use.feature, features_.size())) refuse("an output uses a feature that is not there");
     if (!within(use.output, output_floats_.size())) refuse("a feature goes to an output that is not there");
@@ -49,8 +54,10 @@ Layouts::Layouts(std::vector<int> table_dims, std::vector<FeatureSpec> features,
     const std::int64_t reach = std::max(feature.length - 1, 0) * std::max<std::int64_t>(use.stride, 0);
     if (use.offset < 0 || use.stride < 0 || use.offset + reach + use.width > output_floats_[use.output])
       refuse("a feature reaches beyond its output");
-    if (use.adds && feature.pooling == Pooling::kFirstN)
-      refuse("features that keep their first ids cannot be added up");
+    if (use.adds && (feature.pooling == Pooling::kFirstN || feature.pooling == Pooling::kEach))
+      refuse("features that keep rows apart cannot be added up");
+    if (each_[use.output] >= 0 && each_[use.output] != use.feature)
+      refuse("an output that keeps each row of a feature can have no other feature");
   }
   placings_ = order_uses();
 }
@@ -226,6 +233,15 @@ Layouts::Moves Layouts::moves(const LayoutBatch& batch, std::span<const int> use
     const LayoutBatch::Cells& cells = batch.cells_[use.feature];
     const std::size_t rows = batch.floats_[feature.table] + use.start;
     const std::size_t dim = table_dims_[feature.table];
+    if (feature.pooling == Pooling::kEach) {
+      const std::uint32_t first = batch.splits_[cells.begin];
+      for (std::uint32_t at = first; at < first + batch.ids_of(use.feature); ++at) {
+        found.from.push_back(static_cast<std::int64_t>(rows + batch.rows_[at] * dim));
+        found.to.push_back((at - first) * output_floats_[use.output] + use.offset);
+        found.scale.push_back(cells.weighted ? batch.factors_[at] : 1.0f);
+      }
+      continue;
+    }
     for (std::size_t example = 0; example < batch.batch_size_ && cells.count != 0; ++example) {
       const std::uint32_t first = batch.splits_[cells.at(example)];
       std::uint32_t last = batch.splits_[cells.at(example) + 1];

@@ -6,6 +6,9 @@
 // every cell and puts stretches of them where each output wants them; scattering
 // brings the outputs' gradients back, summed by distinct id.
 //
+// An output of a feature that keeps each row (kEach) has a part for each of the feature's ids, in their
+// order; all others have a part for each example.
+//
 // The outcome does not depend on how many threads there are: a gradient is summed
 // by one thread, in the order in which the id was met.
 #pragma once
@@ -22,7 +25,7 @@
 
 namespace monolith {
 
-enum class Pooling : std::uint8_t { kSum, kMean, kMax, kFirstN };
+enum class Pooling : std::uint8_t { kSum, kMean, kMax, kFirstN, kEach };
 
 struct FeatureSpec {
   int table = 0;
@@ -51,6 +54,11 @@ class LayoutBatch {
   }
   std::size_t batch_size() const { return batch_size_; }
   std::size_t floats() const { return floats_.back(); }  // of the distinct ids' rows, one after another
+  // How many ids a feature of the layouts has in the batch.
+  std::size_t ids_of(std::size_t feature) const {
+    const Cells& cells = cells_[feature];
+    return splits_[cells.begin + cells.count] - splits_[cells.begin];
+  }
   // Whether every cell that is read has exactly one id.
   bool one_each() const {
     for (const Cells& cells : cells_)
@@ -89,8 +97,8 @@ class LayoutBatch {
 // Safe from any thread. What does not fit throws std::invalid_argument before anything is written.
 class Layouts {
  public:
-  // `table_dims` are the widths of rows; `output_floats` what an example takes in each output. The uses of
-  // an output fill it: what none of them covers is left as it is.
+  // `table_dims` are the widths of rows; `output_floats` what a part takes in each output. The uses of an
+  // output fill it: what none of them covers is left as it is. If one keeps each row, all are of its feature.
   Layouts(std::vector<int> table_dims, std::vector<FeatureSpec> features, std::vector<UseSpec> uses,
           std::vector<std::int64_t> output_floats, std::shared_ptr<Workers> workers = nullptr);
 
@@ -107,7 +115,14 @@ class Layouts {
                                     std::span<const std::uint8_t> shared, std::span<const std::int64_t> where,
                                     std::size_t batch_size, std::span<const float> weights = {}) const;
 
-  // `rows` has one row per distinct id; each output has batch_size parts.
+  // How many parts an output has in a batch: one per example, or per id of the feature whose rows it keeps.
+  std::size_t parts(const LayoutBatch& batch, std::size_t output) const {
+    const int feature = each_[output];
+    if (feature < 0 || batch.batch_size() == 0) return batch.batch_size();
+    return batch.ids_of(static_cast<std::size_t>(feature));
+  }
+
+  // `rows` has one row per distinct id; each output has its parts.
   void gather(const LayoutBatch& batch, std::span<const float> rows,
               std::span<const std::span<float>> outputs) const;
 
@@ -152,6 +167,7 @@ class Layouts {
   const std::shared_ptr<Workers> workers_;
   std::vector<std::vector<int>> features_of_;  // by table
   std::vector<Placing> placings_;              // what gathering does, in order
+  std::vector<int> each_;                      // by output: the feature whose rows it keeps, or -1
   bool takes_maximum_ = false;
   const std::shared_ptr<KeptMemory> memory_ = std::make_shared<KeptMemory>();
   mutable TeamChoice planning_, numbering_, gathering_, scattering_;

@@ -55,6 +55,19 @@ void Layouts::gather_use(const LayoutBatch& batch, const Placing& placing, const
     prefetch<0>(later + placing.begin - use.start, (placing.end - placing.begin) * sizeof(float));
   };
 
+  if (feature.pooling == Pooling::kEach) {
+    if (cells.count == 0 || (cells.shared && begin > 0)) return;  // a shared cell goes with the first example
+    const std::uint32_t base = batch.splits_[cells.begin];
+    const std::uint32_t last = batch.splits_[cells.shared ? cells.begin + 1 : cells.at(end)];
+    for (std::uint32_t at = batch.splits_[cells.at(begin)]; at < last; ++at) {
+      if (asks) ask(at);
+      float* const to = output + (at - base) * floats + use.offset;
+      const float factor = cells.weighted ? batch.factors_[at] : 1.0f;
+      const float* const from = row(at);
+      for (int k = 0; k < width; ++k) to[k] = from[k] * factor;
+    }
+    return;
+  }
   if (cells.one_each && !cells.shared && !cells.weighted &&
       feature.length == 0) {  // as most features are, and as good as pooled
     // All in variables of its own: for all a compiler knows, a copied row may change what others hold.
@@ -146,9 +159,9 @@ void Layouts::gather(const LayoutBatch& batch, std::span<const float> rows,
                      std::span<const std::span<float>> outputs) const {
   check(batch, rows.size(), outputs.size());
   for (std::size_t o = 0; o < outputs.size(); ++o)
-    if (outputs[o].size() != batch.batch_size_ * static_cast<std::size_t>(output_floats_[o]))
-      refuse("output " + std::to_string(o) + " must have " + std::to_string(output_floats_[o]) +
-             " floats per example");
+    if (outputs[o].size() != parts(batch, o) * static_cast<std::size_t>(output_floats_[o]))
+      refuse("output " + std::to_string(o) + " must have " + std::to_string(parts(batch, o)) + " parts of " +
+             std::to_string(output_floats_[o]) + " floats");
   const MeasuredCall call(workers_.get(), gathering_, batch.rows_.size());
   spread(batch.batch_size_, kExamples, [&](std::size_t begin, std::size_t end) {
     for (std::size_t at = begin; at < end; at += kExamples)

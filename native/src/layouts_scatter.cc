@@ -58,7 +58,10 @@ class Layouts::Scattering {
       const UseSpec& use = layouts_.uses_[u];
       const LayoutBatch::Cells& cells = batch_.cells_[use.feature];
       if (gradients[use.output].empty() || cells.count == 0) continue;
-      if (cells.shared)
+      if (layouts_.features_[use.feature].pooling == Pooling::kEach)
+        sources_[use.feature].push_back({gradients[use.output].data() + use.offset, 0,
+                                         layouts_.output_floats_[use.output], use.start, use.width});
+      else if (cells.shared)
         sources_[use.feature].push_back({sums_[u].data(), 0, use.width, use.start, use.width});
       else
         sources_[use.feature].push_back({gradients[use.output].data() + use.offset,
@@ -113,7 +116,8 @@ class Layouts::Scattering {
       if (cells.count == 0) continue;
       if (layouts_.features_[f].pooling == Pooling::kMax)
         add_to_maxima(part, f, fresh);
-      else if (cells.one_each && !cells.weighted && layouts_.features_[f].length == 0)
+      else if (cells.one_each && !cells.weighted && layouts_.features_[f].length == 0 &&
+               layouts_.features_[f].pooling != Pooling::kEach)
         add_one_each(part, f, fresh);
       else
         add_cells(part, f, fresh);
@@ -134,6 +138,8 @@ class Layouts::Scattering {
       const UseSpec& use = layouts_.uses_[u];
       const LayoutBatch::Cells& cells = batch_.cells_[use.feature];
       if (!cells.shared || cells.count == 0 || gradients[use.output].empty()) continue;
+      if (layouts_.features_[use.feature].pooling == Pooling::kEach)
+        continue;  // it has a gradient of its own
       const int positions = std::max(layouts_.features_[use.feature].length, 1);
       sums_[u].assign(static_cast<std::size_t>(positions) * use.width, 0.0f);
       const std::int64_t floats = layouts_.output_floats_[use.output];
@@ -262,7 +268,9 @@ class Layouts::Scattering {
         const std::uint32_t number = batch_.rows_[at];
         if (!has(part, number)) continue;
         if (number == fresh) zero(part, fresh, fresh + 1);
-        const std::uint32_t position = feature.pooling == Pooling::kFirstN ? at - splits[c] : 0;
+        const std::uint32_t position = feature.pooling == Pooling::kFirstN ? at - splits[c]
+                                       : feature.pooling == Pooling::kEach ? at - splits[0]
+                                                                           : 0;
         if (feature.length > 0 && position >= static_cast<std::uint32_t>(feature.length)) continue;
         const float factor = cells.weighted ? shared * batch_.factors_[at] : shared;
         for (const Source& source : sources_[f])
@@ -317,9 +325,9 @@ void Layouts::scatter(const LayoutBatch& batch, std::span<const float> rows,
            std::to_string(rows.size()));
   for (std::size_t o = 0; o < gradients.size(); ++o)
     if (!gradients[o].empty() &&
-        gradients[o].size() != batch.batch_size_ * static_cast<std::size_t>(output_floats_[o]))
-      refuse("the gradient of output " + std::to_string(o) + " must have " +
-             std::to_string(output_floats_[o]) + " floats per example");
+        gradients[o].size() != parts(batch, o) * static_cast<std::size_t>(output_floats_[o]))
+      refuse("the gradient of output " + std::to_string(o) + " must have " + std::to_string(parts(batch, o)) +
+             " parts of " + std::to_string(output_floats_[o]) + " floats");
   const MeasuredCall call(workers_.get(), scattering_, batch.rows_.size());
   Scattering scattering(*this, batch, rows, scale, out);
   scattering.prepare(gradients);

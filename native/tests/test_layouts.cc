@@ -118,6 +118,60 @@ void weights_multiply_rows_and_their_gradients() {
                layouts.plan(ids, splits, Bytes{0, 0}, Ids{0, 1}, 2, ones));
 }
 
+// Output 0 keeps each row of feature 0, columns 1 and 0 in that order; output 1 adds up feature 1, which
+// shares its rows.
+Layouts each_and_sum() {
+  return Layouts({2}, {{0, Pooling::kEach, 0}, {0, Pooling::kSum, 0}},
+                 {{0, 1, 1, 0, 0, 0}, {0, 0, 1, 0, 1, 0}, {1, 0, 2, 1, 0, 0}}, {2, 2});
+}
+
+void each_row_is_kept_and_has_its_own_gradient() {
+  const Layouts layouts = each_and_sum();
+  // Feature 0: {5, 6, 5}, {}, {7}; feature 1: {6}, {5}, {}.
+  const Ids ids{5, 6, 5, 7, 6, 5}, splits{0, 3, 3, 4, 5, 6, 6};
+  const Floats rows{1, 10, 2, 20, 3, 30};  // of 5, 6, 7
+  const auto planned = layouts.plan(ids, splits, Bytes{0, 0}, Ids{0, 1}, 3);
+  CHECK_EQUAL(layouts.parts(*planned, 0), 4u);
+  CHECK_EQUAL(layouts.parts(*planned, 1), 3u);
+  Floats kept(8), sums(6);
+  layouts.gather(*planned, rows, std::vector<std::span<float>>{kept, sums});
+  CHECK(kept == (Floats{10, 1, 20, 2, 10, 1, 30, 3}));
+  CHECK(sums == (Floats{2, 20, 1, 10, 0, 0}));
+  const Floats of_kept{1, 2, 3, 4, 5, 6, 7, 8}, of_sums{100, 200, 300, 400, 500, 600};
+  Floats back(6);
+  layouts.scatter(*planned, {}, std::vector<std::span<const float>>{of_kept, of_sums}, 2, back);
+  CHECK(back == (Floats{2 * (2 + 6 + 300), 2 * (1 + 5 + 400), 2 * (4 + 100), 2 * (3 + 200), 16, 14}));
+  const auto moves = layouts.moves(*planned, std::vector<int>{0});
+  CHECK(moves.from == (Ids{1, 3, 1, 5}));
+  CHECK(moves.to == (Ids{0, 2, 4, 6}));
+  const Floats weights{1, 2, 3, 1, 1, 1};
+  const auto weighted = layouts.plan(ids, splits, Bytes{0, 0}, Ids{0, 1}, 3, weights);
+  layouts.gather(*weighted, rows, std::vector<std::span<float>>{kept, sums});
+  CHECK(kept == (Floats{10, 1, 40, 4, 30, 3, 30, 3}));
+  CHECK_THROWS(std::invalid_argument, "4 parts of 2 floats",
+               layouts.gather(*planned, rows, std::vector<std::span<float>>{sums, sums}));
+  CHECK_THROWS(std::invalid_argument, "no other feature",
+               Layouts({1}, {{0, Pooling::kEach, 0}, {0, Pooling::kSum, 0}},
+                       {{0, 0, 1, 0, 0, 0}, {1, 0, 1, 0, 1, 0}}, {2}));
+}
+
+void a_shared_cell_is_kept_once() {
+  const Layouts layouts = each_and_sum();
+  const auto shared = layouts.plan(Ids{5, 6, 5, 7}, Ids{0, 2, 3, 4}, Bytes{1, 0}, Ids{0, 1}, 2);
+  CHECK_EQUAL(layouts.parts(*shared, 0), 2u);
+  const Floats rows{1, 10, 2, 20, 3, 30};
+  Floats kept(4), sums(4);
+  layouts.gather(*shared, rows, std::vector<std::span<float>>{kept, sums});
+  CHECK(kept == (Floats{10, 1, 20, 2}));
+  Floats back(6);
+  const Floats of_kept{1, 2, 3, 4}, of_sums{10, 20, 30, 40};
+  layouts.scatter(*shared, {}, std::vector<std::span<const float>>{of_kept, of_sums}, 1, back);
+  CHECK(back == (Floats{12, 21, 4, 3, 30, 40}));
+  const auto absent = layouts.plan(Ids{5}, Ids{0, 1}, Bytes{0}, Ids{-1, 0}, 1);
+  CHECK_EQUAL(layouts.parts(*absent, 0), 0u);
+  CHECK_EQUAL(layouts.parts(*layouts.plan(Ids{5}, Ids{0, 1, 1}, Bytes{1, 1}, Ids{0, 1}, 0), 0), 0u);
+}
+
 void what_does_not_fit_is_refused() {
   const Layouts layouts = two_features();
   const auto planned = plan(layouts);
@@ -154,7 +208,7 @@ void layouts_that_reach_beyond_are_refused() {
 // Many features over shared tables, by every way to pool, on threads that share layouts.
 void threads_give_the_same_bits() {
   std::mt19937_64 random(1);
-  constexpr int kFeatures = 6;
+  constexpr int kFeatures = 7;
   constexpr std::size_t kExamples = 500;
   const std::vector<int> dims{5, 16, 33};
   std::vector<FeatureSpec> features;
@@ -163,13 +217,13 @@ void threads_give_the_same_bits() {
   Ids ids, splits{0}, where;
   Bytes shared;
   for (int f = 0; f < kFeatures; ++f) {
-    const auto pooling = static_cast<Pooling>(f % 4);
+    const auto pooling = static_cast<Pooling>(f % 5);
     features.push_back({f % 3, pooling, pooling == Pooling::kFirstN ? 2 : 0});
     uses.push_back({f, 1, 4, f, 0, 4, false});
     floats.push_back(pooling == Pooling::kFirstN ? 8 : 4);
-    shared.push_back(f == 4);
+    shared.push_back(f == 5);
     where.push_back(f);
-    for (std::size_t cell = 0; cell < (f == 4 ? 1 : kExamples); ++cell) {
+    for (std::size_t cell = 0; cell < (f == 5 ? 1 : kExamples); ++cell) {
       for (std::uint64_t i = random() % 4; i > 0; --i)
         ids.push_back(static_cast<std::int64_t>(random() % 200));
       splits.push_back(static_cast<std::int64_t>(ids.size()));
@@ -185,7 +239,8 @@ void threads_give_the_same_bits() {
       for (float& value : rows) value = static_cast<float>(draw() % 7) - 3;
       std::vector<Floats> outputs;
       std::vector<std::span<float>> to;
-      for (const std::int64_t n : floats) outputs.emplace_back(kExamples * n);
+      for (std::size_t o = 0; o < floats.size(); ++o)
+        outputs.emplace_back(layouts.parts(*batch, o) * floats[o]);
       for (Floats& output : outputs) to.emplace_back(output);
       layouts.gather(*batch, rows, to);
       Floats out(batch->floats());
@@ -290,6 +345,8 @@ int main() {
        ids_in_the_order_of_a_table_are_found_as_fast_as_others},
       {"outputs are gathered and gradients scattered", outputs_are_gathered_and_gradients_scattered},
       {"weights multiply rows and their gradients", weights_multiply_rows_and_their_gradients},
+      {"each row is kept and has its own gradient", each_row_is_kept_and_has_its_own_gradient},
+      {"a shared cell is kept once", a_shared_cell_is_kept_once},
       {"what does not fit is refused", what_does_not_fit_is_refused},
       {"layouts that reach beyond are refused", layouts_that_reach_beyond_are_refused},
       {"threads give the same bits", threads_give_the_same_bits},

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck
 
 from monolith.errors import ConfigError
-from monolith.feature import COMBINERS, Combiner, FirstN, Max, Mean, Sum, combine, make_combiner
+from monolith.feature import COMBINERS, Combiner, Each, FirstN, Max, Mean, Sum, combine, make_combiner
 from monolith.tensors import RaggedTensor
 
 SPLITS = torch.tensor([0, 2, 2, 3])
@@ -51,7 +51,8 @@ def test_a_sequence_can_tell_its_ids_from_its_padding() -> None:
 
 
 def test_combiners_have_upstreams_names() -> None:
-    assert [make_combiner(kind, max_length=4) for kind in COMBINERS] == [Sum(), Mean(), Max(), FirstN(4)]
+    made = [make_combiner(kind, max_length=4) for kind in COMBINERS]
+    assert made == [Sum(), Mean(), Max(), FirstN(4), Each()]
 
 
 def test_first_n_needs_a_length() -> None:

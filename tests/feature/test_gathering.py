@@ -25,6 +25,7 @@ from monolith.feature import (
     NONE,
     STACK,
     Combiner,
+    Each,
     FeatureIds,
     FirstN,
     GatheredBatch,
@@ -88,13 +89,24 @@ def random_rows(found: GatheredBatch, seed: int = 0) -> Tensor:
 
 def reference(plan: LayoutPlan, batch: FeatureIds, rows: Mapping[tuple[str, int], Tensor]) -> list[Tensor]:
     """Fill the outputs feature by feature and slice by slice, from each id's row."""
-    outputs = [torch.zeros(batch.batch_size, math.prod(shape)).double() for shape in plan.shapes]
+    sizes = [
+        batch.batch_size
+        if number < 0
+        else len(batch[plan.features[number].name].flat_values)
+        if plan.features[number].name in batch.names
+        else 0
+        for number in plan.each
+    ]
+    outputs = [
+        torch.zeros(size, math.prod(shape)).double() for size, shape in zip(sizes, plan.shapes, strict=True)
+    ]
     for use in plan.uses:
         feature = plan.features[use.feature]
         dim = plan.table_dims[plan.tables.index(feature.table)]
+        each = isinstance(feature.combiner, Each)
         if feature.name in batch.names:
             ids = batch[feature.name]
-            if batch.shared[batch.names.index(feature.name)]:
+            if not each and batch.shared[batch.names.index(feature.name)]:
                 ids = RaggedTensor.from_list(ids.to_list() * batch.batch_size, torch.int64, ragged_rank=1)
         else:
             ids = ragged(*[[]] * batch.batch_size)
@@ -102,13 +114,13 @@ def reference(plan: LayoutPlan, batch: FeatureIds, rows: Mapping[tuple[str, int]
         embeddings = torch.stack(held) if held else torch.zeros(0, dim).double()
         pooled = combine(feature.combiner, ids.row_splits, embeddings)[..., use.start : use.start + use.width]
         steps = feature.combiner.length or 1
-        pooled = pooled.reshape(batch.batch_size, steps, use.width)
+        pooled = pooled.reshape(-1, steps, use.width)
         for step in range(steps):
             first = use.offset + step * use.stride
             place = outputs[use.output][:, first : first + use.width]
             outputs[use.output] = outputs[use.output].clone()
             outputs[use.output][:, first : first + use.width] = place + pooled[:, step]
-    return [out.view(batch.batch_size, *shape) for out, shape in zip(outputs, plan.shapes, strict=True)]
+    return [out.view(-1, *shape) for out, shape in zip(outputs, plan.shapes, strict=True)]
 
 
 def by_id(plan: LayoutPlan, found: GatheredBatch, rows: Tensor) -> dict[tuple[str, int], Tensor]:
@@ -316,11 +328,74 @@ def test_weights_must_fit_their_ids_and_go_with_no_maximum() -> None:
         Gatherer(plan).read(batch)
 
 
+# Each ID kept
+
+JAGGED = plan_layouts(
+    TABLES,
+    [*FEATURES, InputSpec("history", "t", Each()), InputSpec("actions", "u", Each())],
+    [
+        *LAYOUTS,
+        layout("history", CONCAT, ("history", 1, 3), ("history", 0, 1)),
+        layout("steps of both", NONE, ("history", 0, 2), ("actions", 0, 2)),
+    ],
+)
+
+
+def test_each_id_is_kept_without_padding() -> None:
+    batch = FeatureIds.pack({"history": ragged([5, 6, 5], [], [7]), "sum": ragged([6], [], [])})
+    found = Gatherer(JAGGED).read(batch)
+    rows = torch.arange(9.0).requires_grad_()  # of 5, 6, 7
+    layouts = found.layouts(found.outputs(rows))
+    history = layouts["history"]
+    assert isinstance(history, RaggedTensor)
+    assert history.to_list() == [[[1, 2, 0], [4, 5, 3], [1, 2, 0]], [], [[7, 8, 6]]]
+    both = layouts["steps of both"]
+    assert [one.row_lengths().tolist() for one in both] == [[3, 0, 1], [0, 0, 0]]  # type: ignore[union-attr]
+    torch.autograd.backward(
+        [history.flat_values, layouts["add"]],  # type: ignore[list-item]
+        [torch.arange(12.0).view(4, 3), torch.ones(3, 1)],
+    )
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [2 + 8, 0 + 6, 1 + 7, 5 + 1, 3, 4, 11, 9, 10]
+
+
+def test_a_shared_history_is_kept_once() -> None:
+    batch = FeatureIds.pack({"history": ragged([5, 6]), "sum": ragged([6], [5], [])}, shared=["history"])
+    found = Gatherer(JAGGED).read(batch)
+    history = found.layouts(found.outputs(torch.arange(6.0)))["history"]
+    assert isinstance(history, RaggedTensor)
+    assert history.to_list() == [[[1, 2, 0], [4, 5, 3]]]
+
+
+def test_an_empty_batch_keeps_nothing() -> None:
+    found = Gatherer(JAGGED).read(FeatureIds.pack({"history": ragged()}))
+    history = found.layouts(found.outputs(torch.zeros(0)))["history"]
+    assert isinstance(history, RaggedTensor)
+    assert history.flat_values.shape == (0, 3)
+    assert history.nrows == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (layout("x", STACK, ("history", 0, 1), ("history", 1, 2)), "STACK is not possible"),
+        (layout("x", ADDN, ("history", 0, 1)), "ADDN is not possible"),
+        (layout("x", CONCAT, ("history", 0, 1), ("sum", 0, 1)), "another number of parts than feature 'sum'"),
+        (layout("x", CONCAT, ("sum", 0, 1), ("history", 0, 1)), "another number of parts than feature 'sum'"),
+        (layout("x", CONCAT, ("history", 0, 1), ("actions", 0, 1)), "than feature 'actions'"),
+        (layout("x", NONE, ("history", 0, 1), ("sum", 0, 1)), "give it a layout of its own"),
+    ],
+)
+def test_kept_ids_are_not_laid_out_with_something_of_another_length(wrong: LayoutSpec, message: str) -> None:
+    with pytest.raises(FeatureError, match=message):
+        plan_layouts(TABLES, list(JAGGED.features), [wrong])
+
+
 @st.composite
 def batches(draw: Any) -> FeatureIds:
     size = draw(st.integers(1, 6))
     features, shared = {}, []
-    for feature in FEATURES:
+    for feature in JAGGED.features:
         if draw(st.booleans()):
             rows = 1 if draw(st.booleans()) else size
             ids = st.lists(st.integers(-3, 3), max_size=4)
@@ -332,9 +407,9 @@ def batches(draw: Any) -> FeatureIds:
 @settings(max_examples=tries(15), deadline=None)
 @given(batch=batches(), seed=st.integers(0, 9), threads=st.sampled_from([1, 3]))
 def test_any_batch_is_gathered_as_feature_by_feature(batch: FeatureIds, seed: int, threads: int) -> None:
-    found = Gatherer(PLAN, native.Workers(threads)).read(batch)
+    found = Gatherer(JAGGED, native.Workers(threads)).read(batch)
     rows = random_rows(found, seed).round()  # round numbers tie
-    expected = reference(PLAN, batch, by_id(PLAN, found, rows.double()))
+    expected = reference(JAGGED, batch, by_id(JAGGED, found, rows.double()))
     assert_close(list(found.outputs(rows)), [e.float() for e in expected])
     assert_close(*both_gradients(found, rows, "cpu"), rtol=1e-5, atol=1e-5)
 

@@ -22,7 +22,7 @@ from monolith.checkpoint.part import (
     SavedPart,
 )
 from monolith.errors import ConfigError, RestoreError
-from monolith.feature import FeatureSpec, FloatFeature
+from monolith.feature import FeatureSpec, FloatFeature, HistoryFeature
 from monolith.feature.spec.feature_spec import differences
 from monolith.tensors.files import FileRecord, read_tensors, write_tensors
 from monolith.tensors.plain_state import decode, encode
@@ -172,7 +172,7 @@ class FeaturesPart(StatePart):
         rescaled = []
         if self._spec.fids != found.fids:
             why = f"fids was {found.fids} in the checkpoint and is {self._spec.fids} now"
-            fresh = {self._spec.rows(name): why for name in self._spec.ids}
+            fresh = {self._spec.rows(name): why for name in self._spec.with_rows}
         for name, one in self._spec.features.items():
             other = found.features.get(name)
             if other is None:
@@ -182,7 +182,7 @@ class FeaturesPart(StatePart):
             if isinstance(one, FloatFeature):
                 if type(one) is not type(other) or any(each[0] in OF_NUMBERS for each in differ):
                     rescaled.append(name)
-            elif meaning:
+            elif meaning and not isinstance(one, HistoryFeature):  # which has no rows of its own
                 path, before, now = meaning[0]
                 what = "" if path == "boundaries" else f": {before} in the checkpoint, {now} now"
                 fresh[self._spec.rows(name)] = f"features.{name}.{path} changed{what}"

@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import keyword
 import textwrap
 import types
 import typing
@@ -127,6 +128,11 @@ def _field_hints(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
+def key_of(name: str) -> str:
+    """The key of a field in files and flags: its name, or the Python word that it stands for (`with_`)."""
+    return name[:-1] if name.endswith("_") and keyword.iskeyword(name[:-1]) else name
+
+
 def describe(hint: Any) -> str:
     """`hint` as a person would say it: "int or None", "one of 'adam', 'sgd'"."""
     offered = members(hint)
@@ -230,7 +236,7 @@ def default_text(value: Any) -> str:
 
 @cache
 def field_docs(cls: type) -> Mapping[str, str]:
-    """The string below each field, over all bases, the nearest class winning.
+    """The string below each field by its key, over all bases, the nearest class winning.
 
     It is read from the source code, which takes ten milliseconds to find and parse, so it is cached.
     """
@@ -250,7 +256,7 @@ def field_docs(cls: type) -> Mapping[str, str]:
                 and isinstance(following.value, ast.Constant)
                 and isinstance(following.value.value, str)
             ):
-                docs[statement.target.id] = inspect.cleandoc(following.value.value)
+                docs[key_of(statement.target.id)] = inspect.cleandoc(following.value.value)
     return docs
 
 
@@ -281,7 +287,7 @@ def _walk(
     for field in dataclasses.fields(cls):
         if field.name not in hints:
             continue
-        here, hint = (*path, field.name), hints[field.name]
+        here, hint = (*path, key_of(field.name)), hints[field.name]
         fallback = default_of(field, default)
         inner = nested_class(hint, (*above, cls))
         if inner is None:

@@ -24,6 +24,7 @@ from monolith.config.fields import (
     field_hints,
     is_collection,
     is_mapping,
+    key_of,
     leaf_paths,
     mapping_member,
     mapping_types,
@@ -164,8 +165,8 @@ def _locate(hint: Any, segments: list[str]) -> tuple[tuple[str, ...], Any] | Non
     classes = dataclass_members(hint)
     for cls in classes:
         for name, inner in field_hints(cls).items():
-            if name.upper() == first and (found := _locate(inner, rest)):
-                return (name, *found[0]), found[1]
+            if key_of(name).upper() == first and (found := _locate(inner, rest)):
+                return (key_of(name), *found[0]), found[1]
     if len(classes) > 1 and first == TAG.upper() and not rest:
         return (TAG,), str
     mapping = mapping_member(hint)

@@ -25,6 +25,7 @@ from monolith.config.fields import (
     is_dataclass_type,
     is_mapping,
     item_types,
+    key_of,
     mapping_types,
     members,
 )
@@ -122,19 +123,21 @@ class Reader:
         hints = field_hints(cls)
         if any(Secret in members(hint) for hint in hints.values()):
             self._private.add(path)
+        keys = {name: key_of(name) for name in hints}
         for key, child in table.children.items():
-            if key not in hints:
-                here, advice = _below(path, key), self._advice(key, hints, path)
+            if key not in keys.values():
+                here, advice = _below(path, key), self._advice(key, keys.values(), path)
                 self.problems.append(Problem((here,), f"unknown key {here} (from {child.source}); {advice}"))
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             if field.name not in hints:
                 continue
-            here, hint = _below(path, field.name), hints[field.name]
+            key, hint = keys[field.name], hints[field.name]
+            here = _below(path, key)
             fallback = default_of(field, default if type(default) is cls else None)
-            if field.name in table.children:
-                is_size = field.name.endswith("_bytes")
-                child = table.children[field.name]
+            if key in table.children:
+                is_size = key.endswith("_bytes")
+                child = table.children[key]
                 values[field.name] = self.read(hint, child, here, default=fallback, is_size=is_size)
             elif fallback is not dataclasses.MISSING:
                 values[field.name] = fallback
@@ -240,7 +243,7 @@ class Reader:
             return _INVALID
         fits = "more than one" if fitting else "none"
         told = f'fits {fits} of {", ".join(by_name)}; say which with {TAG} = "..."'
-        known = dict.fromkeys(name for cls in classes for name in field_hints(cls))
+        known = dict.fromkeys(key_of(name) for cls in classes for name in field_hints(cls))
         for key in node.children.keys() - known.keys() - {TAG}:
             told += f". None of them has {key!r}; the nearest known key is {nearest(key, known)!r}"
         return self._note(path, node, told)
@@ -316,11 +319,11 @@ def _meant(classes: Iterable[type], node: Branch) -> type | None:
         given = node.children.keys()
         hints = field_hints(cls)
         needed = [
-            field.name
+            key_of(field.name)
             for field in dataclasses.fields(cls)
             if field.name in hints and default_of(field) is dataclasses.MISSING
         ]
-        return len(hints.keys() & given), -len(set(needed) - given)
+        return len(set(map(key_of, hints)) & given), -len(set(needed) - given)
 
     best = max(classes, key=fits)
     return best if fits(best)[0] else None

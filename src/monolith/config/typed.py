@@ -11,7 +11,9 @@ Understood are nested dataclasses, None, unions, lists, tuples, sets, dicts,
 `Literal`, `Enum`, `Path`, `timedelta` ("10m"), and sizes ("64GiB") in
 int fields whose name ends in `_bytes`. For a field that may be None the text "none"
 means None, since TOML and shells have no null. A field that may be one of several
-dataclasses names its class in the key `type`, if the keys alone do not tell.
+dataclasses names its class in the key `type`, if the keys alone do not tell. The key
+of a field is its name; of one such as `with_`, which Python does not allow without the
+underscore, it is `with`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from monolith.config.fields import (
     is_collection,
     is_mapping,
     item_types,
+    key_of,
     mapping_types,
     members,
 )
@@ -300,7 +303,7 @@ def _plain(value: Any, hint: Any, path: str) -> Any:
         return value
     if dataclasses.is_dataclass(value):
         hints = field_hints(type(value))
-        fields = {n: _plain(getattr(value, n), h, f"{path}.{n}") for n, h in hints.items()}
+        fields = {key_of(n): _plain(getattr(value, n), h, f"{path}.{key_of(n)}") for n, h in hints.items()}
         return {TAG: type(value).__name__, **fields} if len(dataclass_members(hint)) > 1 else fields
     if isinstance(value, Secret):
         return MASK

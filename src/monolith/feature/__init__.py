@@ -1,7 +1,17 @@
 """Features: ids, slots and slices, combiners, and the layouts in which a model reads them."""
 
 from monolith.feature.batches import Batch, ColumnKind, FeatureIds
-from monolith.feature.combiners import COMBINERS, Combiner, FirstN, Max, Mean, Sum, combine, make_combiner
+from monolith.feature.combiners import (
+    COMBINERS,
+    Combiner,
+    Each,
+    FirstN,
+    Max,
+    Mean,
+    Sum,
+    combine,
+    make_combiner,
+)
 from monolith.feature.fids import (
     MAX_SLOTS_V1,
     MAX_SLOTS_V2,
@@ -48,6 +58,7 @@ from monolith.feature.spec import (
     CrossFeature,
     FeatureSpec,
     FloatFeature,
+    HistoryFeature,
     IdFeature,
     Label,
     RawColumns,
@@ -71,6 +82,7 @@ __all__ = [
     "ColumnKind",
     "Combiner",
     "CrossFeature",
+    "Each",
     "FeatureColumn",
     "FeatureIds",
     "FeatureSlice",
@@ -80,6 +92,7 @@ __all__ = [
     "FloatFeature",
     "GatheredBatch",
     "Gatherer",
+    "HistoryFeature",
     "IdFeature",
     "InputSpec",
     "Label",

@@ -1,8 +1,9 @@
 """Combiners: how the embeddings of one example's ids become one.
 
 A feature has any number of ids in an example. A combiner adds them up, averages them,
-takes the largest of each float, or keeps the first of them in order, for a layer
-that wants a sequence. An example without ids reads as zeros.
+takes the largest of each float, or keeps them apart, for a layer that reads a
+sequence: the first n of them, padded with zeros, or each of them, without padding.
+An example without ids reads as zeros; if each is kept, it has none.
 """
 
 from __future__ import annotations
@@ -106,13 +107,35 @@ class FirstN(Combiner):
         return gen_seq_mask(ids, self.n)
 
 
+@dataclass(frozen=True, slots=True)
+class Each(Combiner):
+    """Keeps the embedding of each ID, in order and without padding: examples may have any number of them.
+
+    A layout of such a feature is a `RaggedTensor` of shape (examples, IDs of each, width). If the feature is
+    shared by all examples, it has one row for all of them.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Each, EmbeddingCollection, Feature, FeatureSet, RaggedTensor
+        >>> from monolith.feature import CONCAT, Layout
+        >>> features = FeatureSet([Feature(name="seen", combiner=Each())])
+        >>> embeddings = EmbeddingCollection([Layout("seen", CONCAT, features.vectors(4))])
+        >>> seen = embeddings({"seen": RaggedTensor.from_list([[7, 8, 7], [], [9]])})["seen"]
+        >>> seen.flat_values.shape, seen.row_splits  # 4 IDs of 3 examples
+        (torch.Size([4, 4]), tensor([0, 3, 3, 4]))
+    """
+
+    pooling = Pooling.EACH
+
+
 COMBINERS: dict[str, type[Combiner]] = {
     "reduce_sum": Sum,
     "reduce_mean": Mean,
     "reduce_max": Max,
     "first_n": FirstN,
+    "each": Each,
 }
-"""By upstream's names."""
+"""By upstream's names, which has no "each"."""
 
 
 def make_combiner(kind: str, max_length: int | None = None) -> Combiner:
@@ -146,8 +169,10 @@ def combine(combiner: Combiner, row_splits: Tensor, embeddings: Tensor) -> Tenso
         embeddings: Shape (n, dim), one for each id.
 
     Returns:
-        Shape (rows, dim), or (rows, n, dim) for FirstN.
+        Shape (rows, dim), or (rows, n, dim) for FirstN; for Each the embeddings themselves.
     """
+    if isinstance(combiner, Each):
+        return embeddings
     ragged = RaggedTensor(embeddings, row_splits)
     rows = ragged.value_rowids
     if isinstance(combiner, FirstN):

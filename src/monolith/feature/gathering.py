@@ -23,7 +23,7 @@ from monolith import native
 from monolith.errors import FeatureError
 from monolith.feature.batches import FeatureIds
 from monolith.feature.combiners import Max, largest
-from monolith.feature.layouts import LayoutPlan
+from monolith.feature.layouts import LayoutPlan, LayoutTensor, RowSplits
 
 
 class PackedFeatures(NamedTuple):
@@ -61,7 +61,6 @@ class Gatherer:
         self.memory = native.KeptMemory()
         self._places: dict[tuple[str, ...], NDArray[np.int64]] = {}
         self.groups = _group_uses(plan)
-        self._output_shapes = [(math.prod(shape), shape) for shape in plan.shapes]
 
     def read(self, batch: FeatureIds) -> GatheredBatch:
         """Find the distinct ids of a batch. Features the model does not read are ignored.
@@ -81,7 +80,7 @@ class Gatherer:
             )
         except ValueError as cause:
             raise FeatureError(f"batch: {cause}") from cause
-        return GatheredBatch(self, core)
+        return GatheredBatch(self, core, self.plan.row_splits(batch))
 
     def read_rows(
         self, group: native.FrozenGroup | native.OverlaidGroup, batch: FeatureIds
@@ -94,7 +93,8 @@ class Gatherer:
             FeatureError: The splits do not fit the ids, or the number of examples.
         """
         size = batch.batch_size
-        outputs = tuple(self.empty(size, *shape) for shape in self.plan.shapes)
+        shapes = self.plan.output_shapes(size, self.plan.row_splits(batch))
+        outputs = tuple(self.empty(*shape) for shape in shapes)
         arguments = (
             batch.ids.contiguous().numpy(),
             batch.splits.contiguous().numpy(),
@@ -117,8 +117,9 @@ class Gatherer:
         where = self._places.get(batch.names)
         if where is None:
             where = self._places[batch.names] = self._where(batch.names)
-        floats, rows = self.memory.floats, batch.packed.rows
-        outputs = [floats(rows * size).reshape(rows, *shape) for size, shape in self._output_shapes]
+        splits = self.plan.row_splits(batch.ids()) if self.plan.jagged else {}
+        shapes = self.plan.output_shapes(batch.packed.rows, splits)
+        outputs = [self.memory.floats(math.prod(shape)).reshape(shape) for shape in shapes]
         try:
             self.core.read_packed(group, batch.packed, where, outputs)
         except ValueError as cause:
@@ -147,14 +148,17 @@ class GatheredBatch:
     """One batch: its distinct ids, and the way from their rows to the outputs and back.
 
     Shapes: n examples, u distinct IDs of all tables together. Rows are float32 of shape (floats,): the row of
-    each distinct ID, one after the other. Each output is float32 of shape (n, ...).
+    each distinct ID, one after the other. Each output is float32 of shape (n, ...); one that keeps each ID of
+    its feature has as many as there are in place of n.
     """
 
     distinct = True
 
-    def __init__(self, gatherer: Gatherer, core: native.LayoutBatch) -> None:
+    def __init__(self, gatherer: Gatherer, core: native.LayoutBatch, row_splits: RowSplits) -> None:
         self._gatherer = gatherer
         self._core = core
+        self._row_splits = row_splits
+        self._shapes = gatherer.plan.output_shapes(core.batch_size, row_splits)
 
     @property
     def batch_size(self) -> int:
@@ -190,7 +194,7 @@ class GatheredBatch:
         self._gatherer.core.number(self._core, out.numpy())
 
     def outputs(self, rows: Tensor, scale: Callable[[], float] | None = None) -> tuple[Tensor, ...]:
-        """Return the outputs in order of the plan, each of shape (examples, ...), differentiable in `rows`.
+        """Return the outputs in order of the plan, differentiable in `rows`.
 
         Args:
             rows: float32 of shape (floats,), on any device.
@@ -202,18 +206,20 @@ class GatheredBatch:
             found: tuple[Tensor, ...] = _Gathered.apply(rows, self, scale)  # type: ignore[no-untyped-call]
             return found
         if scale is not None and rows.requires_grad:
-            rows = _Scaled.apply(rows, scale)  # type: ignore[no-untyped-call]
+            rows = Scaled.apply(rows, scale)  # type: ignore[no-untyped-call]
         return self._by_torch(rows)
 
-    def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
+    def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, LayoutTensor | list[LayoutTensor]]:
         """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
-        return self._gatherer.plan.by_name(outputs)
+        splits = self._row_splits
+        if splits:
+            splits = {number: _moved(one, outputs[0].device) for number, one in splits.items()}
+        return self._gatherer.plan.by_name(outputs, splits)
 
     # By the core
 
     def gather(self, rows: Tensor) -> tuple[Tensor, ...]:
-        shapes = self._gatherer.plan.shapes
-        outputs = tuple(self._gatherer.empty(self.batch_size, *shape) for shape in shapes)
+        outputs = tuple(self._gatherer.empty(*shape) for shape in self._shapes)
         self._gatherer.core.gather(
             self._core, rows.detach().contiguous().numpy(), [output.numpy() for output in outputs]
         )
@@ -237,8 +243,8 @@ class GatheredBatch:
     # By torch
 
     def _by_torch(self, rows: Tensor) -> tuple[Tensor, ...]:
-        plan, device = self._gatherer.plan, rows.device
-        outputs = [rows.new_zeros(self.batch_size * math.prod(shape)) for shape in plan.shapes]
+        device = rows.device
+        outputs = [rows.new_zeros(math.prod(shape)) for shape in self._shapes]
         for group in self._gatherer.groups:
             moves = self._gatherer.core.moves(self._core, group.uses)
             begin, to, scale = (_moved(torch.from_numpy(array), device) for array in moves)
@@ -251,9 +257,7 @@ class GatheredBatch:
                 outputs[group.output] = output + peaks
             else:
                 outputs[group.output] = output.index_add(0, places, values.reshape(-1))
-        return tuple(
-            output.view(self.batch_size, *shape) for output, shape in zip(outputs, plan.shapes, strict=True)
-        )
+        return tuple(output.view(shape) for output, shape in zip(outputs, self._shapes, strict=True))
 
 
 class _Gathered(torch.autograd.Function):
@@ -275,7 +279,9 @@ class _Gathered(torch.autograd.Function):
         return ctx.batch.scatter(rows, gradients, scale), None, None
 
 
-class _Scaled(torch.autograd.Function):
+class Scaled(torch.autograd.Function):
+    """The same tensor, whose gradient is multiplied by what `scale` says in the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, scale: Callable[[], float]) -> Tensor:
         ctx.scale = scale

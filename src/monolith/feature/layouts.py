@@ -2,13 +2,14 @@
 
 A layout is named and takes slices in an order. CONCAT puts them side by side, STACK
 one above the other, ADDN adds them up, NONE leaves each a tensor of its own. Slices of
-features that keep their first L ids have L positions:
+features that keep their first L ids have L positions. Of a feature that keeps each of its
+ids, n in all examples together, a layout is a `RaggedTensor` with values of shape (n, ...):
 
-    kind     combined               first L
-    CONCAT   (B, sum of dims)       (B, L, sum of dims)
-    STACK    (B, slices, dim)       (B, slices, L, dim)
-    ADDN     (B, dim)               not possible
-    NONE     (B, dim) each          (B, L, dim) each
+    kind     combined               first L                each
+    CONCAT   (B, sum of dims)       (B, L, sum of dims)    (n, sum of dims), slices of one feature
+    STACK    (B, slices, dim)       (B, slices, L, dim)    not possible
+    ADDN     (B, dim)               not possible           not possible
+    NONE     (B, dim) each          (B, L, dim) each       (n, dim) each
 
 All layouts of a model are filled from looked-up rows by one call into the core, and
 their gradients come back by another.
@@ -16,16 +17,20 @@ their gradients come back by another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from monolith import native
 from monolith.errors import ConfigError, DuplicateNameError, FeatureError, UnknownFeatureError
-from monolith.feature.combiners import Combiner
+from monolith.feature.batches import FeatureIds
+from monolith.feature.combiners import Combiner, Each
 from monolith.feature.slots import SliceUse
+from monolith.tensors import RaggedTensor
 
 
 class LayoutKind(Enum):
@@ -93,7 +98,13 @@ class Use:
     adds: bool
 
 
-@dataclass(frozen=True, slots=True)
+LayoutTensor = Tensor | RaggedTensor
+"""What a layout has for a model: ragged if it keeps each ID of its feature."""
+RowSplits = Mapping[int, Tensor]
+"""Feature of a plan that keeps each ID -> its row splits in a batch, int64."""
+
+
+@dataclass(frozen=True)
 class LayoutPlan:
     """All layouts of a model, worked out: the form in which the core and the torch path read them."""
 
@@ -104,18 +115,66 @@ class LayoutPlan:
     """Sorted by name."""
     uses: tuple[Use, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """Of each output, without the examples."""
+    """Of each output, without the examples; of one that keeps each ID, without the IDs."""
+    each: tuple[int, ...]
+    """By output: the feature of which it keeps each ID; -1 if it has one part for each example."""
     names: dict[str, tuple[int, ...]]
     """Layout to its outputs, in sorted order of layouts; one each, or one per slice for NONE."""
     lists: frozenset[str]
     """Layouts that are NONE."""
 
-    def by_name(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
-        """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
+    @cached_property
+    def jagged(self) -> tuple[int, ...]:
+        """The features of which some output keeps each ID."""
+        return tuple(sorted({*self.each} - {-1}))
+
+    def row_splits(self, batch: FeatureIds) -> dict[int, Tensor]:
+        """Return the row splits of the features that keep each ID; of a shared one, of one row."""
+        found = {}
+        for number in self.jagged:
+            name = self.features[number].name
+            if batch.batch_size and name in batch.names:
+                found[number] = batch[name].row_splits
+            else:
+                found[number] = torch.zeros(batch.batch_size + 1, dtype=torch.int64)
+        return found
+
+    def output_shapes(self, batch_size: int, row_splits: RowSplits) -> list[tuple[int, ...]]:
+        """Return the shape of each output of a batch."""
+        return [
+            (batch_size if number < 0 else int(row_splits[number][-1]), *shape)
+            for number, shape in zip(self.each, self.shapes, strict=True)
+        ]
+
+    def by_name(
+        self, outputs: Sequence[Tensor], row_splits: RowSplits
+    ) -> dict[str, LayoutTensor | list[LayoutTensor]]:
+        """Return outputs by layout: a tensor, or for NONE a list with one for each slice.
+
+        Args:
+            row_splits: Of the features that keep each ID, on the device of the outputs.
+        """
+        tensors: list[LayoutTensor] = [
+            output if number < 0 else RaggedTensor(output, row_splits[number], validate=False)
+            for number, output in zip(self.each, outputs, strict=True)
+        ]
         return {
-            name: [outputs[number] for number in numbers] if name in self.lists else outputs[numbers[0]]
+            name: [tensors[number] for number in numbers] if name in self.lists else tensors[numbers[0]]
             for name, numbers in self.names.items()
         }
+
+    def without_each(self) -> LayoutPlan:
+        """Return the plan without the outputs that keep each ID. Its features stay."""
+        kept = [output for output, number in enumerate(self.each) if number < 0]
+        places = {output: place for place, output in enumerate(kept)}
+        return replace(
+            self,
+            uses=tuple(replace(use, output=places[use.output]) for use in self.uses if use.output in places),
+            shapes=tuple(self.shapes[output] for output in kept),
+            each=(-1,) * len(kept),
+            names={},
+            lists=frozenset(),
+        )
 
     def core(self, workers: native.Workers | None) -> native.Layouts:
         """Return the core's layouts."""
@@ -151,6 +210,7 @@ def plan_layouts(
         numbers[feature.name] = number
     uses: list[Use] = []
     shapes: list[tuple[int, ...]] = []
+    each: list[int] = []
     names: dict[str, tuple[int, ...]] = {}
     for layout in sorted(layouts, key=lambda layout: layout.name):
         if layout.name in names:
@@ -158,8 +218,12 @@ def plan_layouts(
         for one in layout.slices:
             _check_slice(layout, one, numbers, ordered, tables)
         first = len(shapes)
-        lengths = [ordered[numbers[one.feature]].combiner.length for one in layout.slices]
-        shapes += _place(layout, lengths, first, [numbers[one.feature] for one in layout.slices], uses)
+        used = [numbers[one.feature] for one in layout.slices]
+        combiners = [ordered[number].combiner for number in used]
+        _check_each(layout, combiners)
+        shapes += _place(layout, [one.length for one in combiners], first, used, uses)
+        keeps = isinstance(combiners[0], Each)
+        each += used[: len(shapes) - first] if keeps else [-1] * (len(shapes) - first)
         names[layout.name] = tuple(range(first, len(shapes)))
     return LayoutPlan(
         tables=tuple(table_names),
@@ -167,6 +231,7 @@ def plan_layouts(
         features=tuple(ordered),
         uses=tuple(uses),
         shapes=tuple(shapes),
+        each=tuple(each),
         names=names,
         lists=frozenset(layout.name for layout in layouts if layout.kind is NONE),
     )
@@ -189,12 +254,30 @@ def _check_slice(
         )
 
 
+def _check_each(layout: LayoutSpec, combiners: Sequence[Combiner]) -> None:
+    """Refuse a layout that mixes IDs which are kept with something of another length."""
+    if not layout.slices:
+        raise ConfigError(f"layout {layout.name!r} has no slices")
+    kept = [one.feature for one, way in zip(layout.slices, combiners, strict=True) if isinstance(way, Each)]
+    if not kept:
+        return
+    if layout.kind not in (CONCAT, NONE):
+        raise FeatureError(
+            f"layout {layout.name!r}: {layout.kind.name} is not possible for feature {kept[0]!r}, of which "
+            "each ID is kept; use CONCAT or NONE"
+        )
+    others = [one.feature for one in layout.slices if one.feature != kept[0]]
+    if others and (layout.kind is CONCAT or len(kept) < len(layout.slices)):
+        raise FeatureError(
+            f"layout {layout.name!r}: each ID of feature {kept[0]!r} is kept, so it has another number of "
+            f"parts than feature {others[0]!r}; give it a layout of its own"
+        )
+
+
 def _place(
     layout: LayoutSpec, lengths: list[int], first: int, features: list[int], uses: list[Use]
 ) -> list[tuple[int, ...]]:
     """Append the uses of one layout; return the shapes of its outputs."""
-    if not layout.slices:
-        raise ConfigError(f"layout {layout.name!r} has no slices")
     dims = [one.dim for one in layout.slices]
     slices = list(zip(features, layout.slices, dims, strict=True))
     if layout.kind is NONE:

@@ -20,6 +20,7 @@ from monolith.model.ready import (
     WatchedDense,
     WatchedModel,
     along,
+    check_padded,
     tower,
 )
 from monolith.nn import DIN
@@ -123,6 +124,7 @@ class DeepInterest(WatchedModel):
         inputs = ModelInputs("DeepInterest", features, options)
         chosen, numbers = inputs.features, inputs.floats
         widths = chosen.widths(dim)
+        check_padded("DeepInterest", chosen)
         plain = [name for name in chosen.names if not chosen[name].combiner.length]
         sequences = _attentions(chosen, plain, widths, queries or {})
         with inputs.seeded():

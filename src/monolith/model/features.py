@@ -32,6 +32,7 @@ from monolith.feature import (
     FeatureSpec,
     FirstN,
     FloatFeature,
+    HistoryFeature,
     Layout,
     LayoutKind,
     Max,
@@ -198,7 +199,7 @@ def features_of(spec: FeatureSpec) -> list[Feature]:
     """Return the features of ids that batches of a spec have, in their order."""
     found = []
     for name, one in spec.features.items():
-        if isinstance(one, FloatFeature):
+        if isinstance(one, FloatFeature | HistoryFeature):
             continue
         kept = isinstance(one, SequenceFeature) and one.combiner is None
         combiner = FirstN(one.length) if kept else _POOLED[one.combiner]  # type: ignore[union-attr, index]

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from monolith.cuda import ModuleGraph
 from monolith.errors import ConfigError, FeatureError
-from monolith.feature import ROW_OPTIMIZER, Batch, FeatureSpec, Layout
+from monolith.feature import ROW_OPTIMIZER, Batch, Each, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection, Input, PreparedBatch
 from monolith.model.features import Feature, FeatureSet
 from monolith.nn import Dense, watch_segments
@@ -250,11 +250,26 @@ def check_combined(model: str, features: FeatureSet, names: Sequence[str] | None
     names = features.names if names is None else names
     if not names:
         raise ConfigError(f"{model}: needs at least one feature")
+    check_padded(model, features, names)
     for name in names:
         if features[name].combiner.length:
             raise ConfigError(
                 f"{model}: feature {name!r} keeps its first ids, and this model reads one embedding "
                 "for each feature; combine them with Sum, Mean or Max"
+            )
+
+
+def check_padded(model: str, features: FeatureSet, names: Sequence[str] | None = None) -> None:
+    """Refuse features of which each ID is kept.
+
+    Args:
+        names: Those to look at; by default all.
+    """
+    for name in features.names if names is None else names:
+        if isinstance(features[name].combiner, Each):
+            raise ConfigError(
+                f"{model}: each ID of feature {name!r} is kept, which only models of sequences read; "
+                "combine them with Sum, Mean or Max"
             )
 
 

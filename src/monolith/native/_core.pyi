@@ -795,6 +795,8 @@ class Pooling(enum.Enum):
 
     FIRST_N = 3
 
+    EACH = 4
+
 class LayoutBatch:
     """One batch, planned. Never changes."""
 

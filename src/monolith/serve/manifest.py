@@ -57,7 +57,7 @@ class ServableInput:
     """An ID feature: the table it reads, and how its rows are combined."""
 
     table: str
-    combiner: Literal["reduce_sum", "reduce_mean", "reduce_max", "first_n"]
+    combiner: Literal["reduce_sum", "reduce_mean", "reduce_max", "first_n", "each"]
     length: int = 0
     """Positions per example for first_n; 0 for other combiners."""
 

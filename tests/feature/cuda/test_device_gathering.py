@@ -22,6 +22,7 @@ from monolith.feature import (
     CONCAT,
     NONE,
     STACK,
+    Each,
     FeatureIds,
     FirstN,
     Gatherer,
@@ -404,6 +405,49 @@ def test_a_batch_refills_the_memory_of_another_of_its_shape(device: Device) -> N
         assert torch.equal(found.cpu(), expected.cpu())
 
 
+# Each ID kept
+
+JAGGED_HISTORY = layout("history", CONCAT, ("history", 1, 3), ("history", 0, 1))
+JAGGED = plan_layouts(
+    TABLES,
+    [*FEATURES, InputSpec("history", "t", Each()), InputSpec("actions", "u", Each())],
+    [
+        *LAYOUTS,
+        JAGGED_HISTORY,
+        layout("steps of both", NONE, ("history", 0, 2), ("actions", 0, 2)),
+    ],
+)
+HISTORY = FeatureIds.pack(
+    {
+        "history": ragged([5, 6, 5], [], [7]),
+        "sum": ragged([6], [], [1]),
+        "actions": ragged([1, 2, 1], [], [3]),
+        "also": ragged([2], [9], [1]),
+    }
+)
+
+
+def test_each_id_is_kept_as_by_the_core(device: Device) -> None:
+    both = Both(JAGGED, HISTORY, device, random(0))
+    both.assert_same(scale=2.0)
+    history = both.there.layouts(both.there.outputs(both.occurring))["history"]
+    assert isinstance(history, RaggedTensor)
+    assert history.row_splits.tolist() == [0, 3, 3, 4]
+    assert history.row_splits.device == history.flat_values.device
+
+
+def test_a_model_of_kept_ids_alone_needs_no_kernel(device: Device) -> None:
+    plan = plan_layouts({"t": 3}, [InputSpec("history", "t", Each())], [JAGGED_HISTORY])
+    Both(plan, HISTORY, device, random(1)).assert_same(scale=3.0)
+
+
+def test_batches_of_kept_ids_have_no_shape_that_a_graph_could_be_captured_for(device: Device) -> None:
+    gatherer = DeviceGatherer(JAGGED, device)
+    one_each = FeatureIds.one_each(("history", "sum"), torch.tensor([[1, 2], [3, 4]]))
+    for batch in (HISTORY, one_each):
+        assert gatherer.read(batch, padded=True).shape is None
+
+
 # Any batch
 
 
@@ -411,7 +455,7 @@ def test_a_batch_refills_the_memory_of_another_of_its_shape(device: Device) -> N
 def batches(draw: Any) -> FeatureIds:
     size = draw(st.integers(1, 6))
     features, shared, weights = {}, [], {}
-    for feature in FEATURES:
+    for feature in JAGGED.features:
         if draw(st.booleans()):
             rows = 1 if draw(st.booleans()) else size
             ids = st.lists(st.integers(-3, 3), max_size=4)
@@ -429,4 +473,5 @@ def batches(draw: Any) -> FeatureIds:
 @given(batch=batches(), seed=st.integers(0, 9), padded=st.booleans())
 def test_any_batch_is_gathered_as_by_the_core(batch: FeatureIds, seed: int, padded: bool) -> None:
     device = device_named(device_names()[0])
-    Both(PLAN, batch, device, rounded(seed), padded=padded).assert_same(scale=2.0)
+    for plan in (PLAN, JAGGED):
+        Both(plan, batch, device, rounded(seed), padded=padded).assert_same(scale=2.0)

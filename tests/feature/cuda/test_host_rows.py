@@ -15,6 +15,7 @@ from monolith.feature import (
     ADDN,
     CONCAT,
     NONE,
+    Each,
     FeatureIds,
     FirstN,
     Gatherer,
@@ -41,11 +42,13 @@ PLAN = plan_layouts(
         InputSpec("mean", "t", Mean()),
         InputSpec("max", "u", Max()),
         InputSpec("seq", "t", FirstN(2)),
+        InputSpec("history", "t", Each()),
     ],
     [
         LayoutSpec("add", ADDN, (SliceSpec("sum", 0, 1), SliceSpec("mean", 0, 1), SliceSpec("max", 1, 2))),
         LayoutSpec("cat", CONCAT, (SliceSpec("mean", 1, 3), SliceSpec("max", 0, 2))),
         LayoutSpec("list", NONE, (SliceSpec("sum", 0, 3), SliceSpec("seq", 0, 2))),
+        LayoutSpec("steps", CONCAT, (SliceSpec("history", 1, 3),)),
     ],
 )
 RAGGED = FeatureIds.pack(
@@ -53,6 +56,7 @@ RAGGED = FeatureIds.pack(
         "seq": ragged([1, 2, 3], [3], [2, 2]),
         "other": ragged([77], [], [78, 79]),
         "sum": ragged([1, 2], [2], []),
+        "history": ragged([2, 9], [], [2]),
         "max": ragged([1], [5, 6], [7, 7]),
         "mean": ragged([3, 4], [], [4, 4, 3]),
     }

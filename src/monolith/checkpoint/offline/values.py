@@ -13,7 +13,14 @@ from monolith.checkpoint.part import FEATURES
 from monolith.checkpoint.parts import saved_spec
 from monolith.data.formats.memory import to_records
 from monolith.errors import ConfigError, DataError
-from monolith.feature import BucketFeature, CrossFeature, FeatureSpec, FloatFeature, SequenceFeature
+from monolith.feature import (
+    BucketFeature,
+    CrossFeature,
+    FeatureSpec,
+    FloatFeature,
+    HistoryFeature,
+    SequenceFeature,
+)
 
 
 def find_value(
@@ -46,18 +53,19 @@ def find_value(
             "the 64-bit id"
         )
     if feature is not None and spec is not None:
-        spec.id_feature(feature, "feature")
+        asked = spec.id_feature(feature, "feature")
+        if isinstance(asked, HistoryFeature):  # its values are those of the feature that it lists
+            feature = asked.of
     whole = int(value) if value.removeprefix("-").isdecimal() else None
     found: dict[tuple[str, int], FoundRow] = {}
     readable: list[str] = []
     for name, one in {} if spec is None else spec.features.items():
-        if isinstance(one, FloatFeature | CrossFeature) or feature not in (None, name):
+        if isinstance(one, FloatFeature | CrossFeature | HistoryFeature) or feature not in (None, name):
             continue
         if isinstance(one, BucketFeature) and feature is None and table is None:
             continue  # every number has a bucket: it must be named
         assert spec is not None
-        owner = spec.owner(name)
-        rows = spec.id_feature(owner, owner).rows or owner
+        rows = spec.rows(name)
         if table not in (None, rows) or rows not in names:
             continue
         readable.append(name)

@@ -11,12 +11,15 @@ all have the same, and one graph trains them.
 
     ids of a table   [ feature a ][ feature b ][ last id, last id, ... ]
     its room         [---------------------------------------------------]
+
+The rows of one feature follow each other, so that an output which keeps each ID of a feature is a part of
+the rows. Its size differs from batch to batch, and no graph is captured for such batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -29,8 +32,9 @@ from monolith.cuda import Device, blocks_for
 from monolith.errors import FeatureError
 from monolith.feature.batches import FeatureIds
 from monolith.feature.combiners import Max
-from monolith.feature.cuda.device_plan import PART, BatchStruct, DevicePlan
-from monolith.feature.layouts import LayoutPlan
+from monolith.feature.cuda.device_plan import FEATURE, PART, BatchStruct, DevicePlan
+from monolith.feature.gathering import Scaled
+from monolith.feature.layouts import LayoutPlan, LayoutTensor, RowSplits
 
 _EXAMPLES = _FLOATS = 4  # that a thread does, as in layouts.cu
 _MOST = 1 << 31
@@ -91,9 +95,15 @@ class DeviceGatherer:
         if one_each and batch.weights is None and (splits[cells.first] == cells.first).all():
             known = cells.one_each  # as in every batch of this shape
             if known is None:
-                known = cells.one_each = replace(self._placed(batch, cells, splits), repeats=True)
+                repeats = not self.plan.jagged
+                known = cells.one_each = replace(self._placed(batch, cells, splits), repeats=repeats)
         else:
+            padded = padded and not self.plan.jagged
             known = self._placed(batch, cells, splits, padded=padded, one_each=one_each)
+        if self.plan.jagged:
+            found = self.plan.row_splits(batch)
+            there = {feature: self._sent(self._pinned(one)) for feature, one in found.items()}
+            known = replace(known, row_splits=there)
         staged = _Staged(
             self.device,
             features=len(known.about),
@@ -183,12 +193,17 @@ class DeviceGatherer:
         stream = self.device.current_stream().handle
         self.on_device.kernels.launch(kernel, blocks, *arguments, stream=stream)
 
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        pinned = self.device.pinned(tuple(tensor.shape), tensor.dtype)
+        pinned.copy_(tensor)
+        return pinned
+
     def _sent(self, staged: Tensor) -> Tensor:
-        """Start copying the staged tensors to the device, and return them."""
+        """Start copying a tensor in pinned memory to the device, and return it."""
         device = self.device
         with device.active():
             with device.on(self._upload):
-                buffer = torch.empty(len(staged), dtype=torch.uint8, device=device.torch_device)
+                buffer = torch.empty(staged.shape, dtype=staged.dtype, device=device.torch_device)
                 buffer.copy_(staged, non_blocking=True)
             current = device.current_stream()
             current.wait_for(self._upload)
@@ -306,6 +321,8 @@ class _Placed:
     """Equal for batches that were padded to the same numbers of ids."""
     repeats: bool = False
     """Whether all batches of these features and this size have the same."""
+    row_splits: RowSplits = field(default_factory=dict)
+    """On the device."""
 
 
 class _Cells:
@@ -407,6 +424,7 @@ class DeviceBatch:
         self._stream = gatherer.device.current_stream()
         self._gather = "gather_plain" if plain else "gather"
         self._shared = shared
+        self._weights = weights
         self._struct = BatchStruct(
             features.data_ptr(),
             None if splits is None else splits.data_ptr(),
@@ -416,7 +434,7 @@ class DeviceBatch:
         )
 
     def outputs(self, rows: Tensor, scale: Callable[[], float] | None = None) -> tuple[Tensor, ...]:
-        """Return the outputs in order of the plan, each of shape (examples, ...), differentiable in `rows`.
+        """Return the outputs in order of the plan, differentiable in `rows`.
 
         Args:
             rows: float32 of shape (floats,), on the device: a row for each of `ids`.
@@ -428,8 +446,35 @@ class DeviceBatch:
                 f"rows must be float32 of shape ({self.floats},) on {device.torch_device}, got "
                 f"{str(rows.dtype).removeprefix('torch.')} {tuple(rows.shape)} on {rows.device}"
             )
-        found: tuple[Tensor, ...] = _Gathered.apply(rows, self, scale)  # type: ignore[no-untyped-call]
-        return found
+        found: tuple[Tensor, ...] = ()
+        if self._gatherer.on_device.width:
+            found = _Gathered.apply(rows, self, scale)  # type: ignore[no-untyped-call]
+        plan = self._gatherer.plan
+        if not plan.jagged:
+            return found
+        if scale is not None and rows.requires_grad:
+            rows = Scaled.apply(rows, scale)  # type: ignore[no-untyped-call]
+        with device.active():
+            self._arrive(rows)
+            others = iter(found)
+            return tuple(
+                next(others) if feature < 0 else self._kept(rows, output)
+                for output, feature in enumerate(plan.each)
+            )
+
+    def _kept(self, rows: Tensor, output: int) -> Tensor:
+        """Return an output that keeps each ID of its feature: a part of the rows."""
+        plan, on_device = self._gatherer.plan, self._gatherer.on_device
+        about = self._placed.about.numpy().view(FEATURE)[on_device.order.index(plan.each[output])]
+        begin, count, dim = int(about["begin"]), int(about["count"]), int(about["dim"])
+        kept = rows[begin : begin + count * dim].view(count, dim)
+        if about["weighted"]:
+            assert self._weights is not None
+            first = int(about["first"])
+            kept = kept * self._weights[first : first + count, None]
+        uses = sorted((use for use in plan.uses if use.output == output), key=lambda use: use.offset)
+        parts = [kept[:, use.start : use.start + use.width] for use in uses]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
     @property
     def shape(self) -> Hashable | None:
@@ -462,9 +507,9 @@ class DeviceBatch:
             current.keep(other._buffer)
         self._buffer.copy_(other._buffer, non_blocking=True)
 
-    def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
+    def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, LayoutTensor | list[LayoutTensor]]:
         """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
-        return self._gatherer.plan.by_name(outputs)
+        return self._gatherer.plan.by_name(outputs, self._placed.row_splits)
 
     def sum_equal(self, gradients: Tensor) -> Tensor:
         """Sum the gradients of equal ids; see `DeviceGatherer.sum_equal`."""
@@ -488,7 +533,9 @@ class DeviceBatch:
             )
         with gatherer.device.active():
             self._arrive(rows)
-            outputs = tuple(rows.new_empty((self.batch_size, *shape)) for shape in gatherer.plan.shapes)
+            each = zip(gatherer.plan.shapes, gatherer.plan.each, strict=True)
+            shapes = [shape for shape, feature in each if feature < 0]
+            outputs = tuple(rows.new_empty((self.batch_size, *shape)) for shape in shapes)
             pointers, blocks = plan.pointers(outputs), blocks_for(threads)
             gatherer.launch(self._gather, blocks, self._struct, plan.struct, pointers, rows.detach())
         return outputs

@@ -62,11 +62,14 @@ class PlanStruct(ctypes.Structure):
 class DevicePlan:
     """A `LayoutPlan` in the memory of a device, with the kernels for it.
 
+    Outputs that keep each ID are no part of it: they are parts of the rows of a batch as they are.
+
     Raises:
         FeatureError: It has more outputs than kernels can be told of.
     """
 
     def __init__(self, plan: LayoutPlan, device: Device) -> None:
+        plan = plan.without_each()
         if len(plan.shapes) > MOST_OUTPUTS:
             raise FeatureError(
                 f"layouts on a GPU can have {MOST_OUTPUTS} outputs, got {len(plan.shapes)}; use CONCAT or "
@@ -102,13 +105,14 @@ class DevicePlan:
         found = np.zeros(len(self.order), FEATURE)
         combiners = [plan.features[feature].combiner for feature in self.order]
         found["dim"] = self.dims[self.table_of]
-        found["pooling"] = [_POOLINGS.index(combiner.pooling) for combiner in combiners]
+        found["pooling"] = [_POOLINGS.get(combiner.pooling, 0) for combiner in combiners]
         found["length"] = [combiner.length for combiner in combiners]
         found["columns"] = np.cumsum(found["dim"]) - found["dim"]
         return found
 
 
-_POOLINGS = (Pooling.SUM, Pooling.MEAN, Pooling.MAX, Pooling.FIRST_N)
+_POOLINGS = {Pooling.SUM: 0, Pooling.MEAN: 1, Pooling.MAX: 2, Pooling.FIRST_N: 3}
+"""Their numbers in `layouts.cu`. No kernel fills an output that keeps each ID: any number will do there."""
 
 
 def _columns(plan: LayoutPlan, order: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

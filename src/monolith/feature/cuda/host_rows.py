@@ -20,7 +20,7 @@ from monolith.feature.batches import FeatureIds
 from monolith.feature.cuda.device_gathering import DeviceBatch, DeviceGatherer
 from monolith.feature.cuda.repeating import Occurrences, Repeater
 from monolith.feature.gathering import GatheredBatch, Gatherer
-from monolith.feature.layouts import LayoutPlan
+from monolith.feature.layouts import LayoutPlan, LayoutTensor
 
 
 class HostRowGatherer:
@@ -88,7 +88,7 @@ class HostRowBatch:
         return self._sent.take()[0]
 
     def outputs(self, rows: Tensor, scale: Callable[[], float] | None = None) -> tuple[Tensor, ...]:
-        """Return the outputs in order of the plan, each of shape (examples, ...), differentiable in `rows`.
+        """Return the outputs in order of the plan, differentiable in `rows`.
 
         Args:
             rows: What `rows` returned, or as many floats on the device.
@@ -103,6 +103,6 @@ class HostRowBatch:
         occurrences = Occurrences(self._sent.tensors[1], there.ids, len(self.ids), there.floats)
         return there.outputs(self._gatherer.repeater.repeated(rows, occurrences), scale)
 
-    def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
+    def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, LayoutTensor | list[LayoutTensor]]:
         """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
-        return self._gatherer.plan.by_name(outputs)
+        return self._there.layouts(outputs)

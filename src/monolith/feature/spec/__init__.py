@@ -1,11 +1,12 @@
 """The feature spec: raw columns of strings, whole numbers, numbers and lists become ids and floats."""
 
-from monolith.feature.spec.feature_spec import GAP, FeatureSpec
+from monolith.feature.spec.feature_spec import GAP, FeatureSpec, HistoryList
 from monolith.feature.spec.kinds import (
     AnyFeature,
     BucketFeature,
     CrossFeature,
     FloatFeature,
+    HistoryFeature,
     IdFeature,
     Label,
     RowInitializer,
@@ -22,6 +23,8 @@ __all__ = [
     "CrossFeature",
     "FeatureSpec",
     "FloatFeature",
+    "HistoryFeature",
+    "HistoryList",
     "IdFeature",
     "Label",
     "RawColumns",

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from monolith import native
 from monolith.config import config_from_mapping, to_dict
+from monolith.config.fields import key_of
 from monolith.errors import ConfigError
 from monolith.feature.batches import Batch
 from monolith.feature.fids import MAX_SLOTS_V2
@@ -38,6 +39,7 @@ from monolith.feature.spec.kinds import (
     BucketFeature,
     CrossFeature,
     FloatFeature,
+    HistoryFeature,
     IdFeature,
     Label,
     RowSettings,
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 
 GAP = ".gap"
 """Behind the name of a sequence: the feature of its time gaps."""
+STEP_TIME = "time"
+"""Behind the name of a history and a dot: the times of its steps, whatever the column of times is called."""
 
 FREE_TO_DIFFER = (
     "occurrence_threshold",
@@ -75,8 +79,21 @@ FREE_TO_DIFFER = (
     "column",
     "separator",
     "quantiles",
+    "by",
+    "only",
 )
 """Settings of a feature that do not change the meaning of its saved rows; tables compare the row layout."""
+
+
+class HistoryList(NamedTuple):
+    """One of the lists that a history consists of: its items, or what is kept along with them."""
+
+    name: str
+    """Its name in a batch."""
+    column: str
+    """The column that has it."""
+    feature: str | None
+    """The ID feature as which its values are read, and whose rows it reads; None for times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +155,8 @@ class FeatureSpec:
             raise ConfigError(f"max_bad must be from 0 to 1, got {self.max_bad}")
         for name, one in self.features.items():
             self._check(name, one)
+        for name in self.histories:
+            self._check_history(name)
         if self.group is not None:
             self.id_feature(self.group, "group")
         columns = self.columns  # refuses a column that is read in two ways
@@ -174,6 +193,53 @@ class FeatureSpec:
                 f"features.{name}.times: gaps are measured from the example's event time; set event_time"
             )
 
+    def _check_history(self, name: str) -> None:
+        one, where = self.features[name], f"features.{name}"
+        assert isinstance(one, HistoryFeature)
+        for key, each in [("of", one.of), *(("with", each) for each in one.with_), ("by", one.by)]:
+            if each is None or (key == "with" and each == self.event_time and each not in self.features):
+                continue
+            if key == "with" and each == self.event_time:
+                raise ConfigError(
+                    f"{where}.with: {each!r} is both a feature and the column of the event time; give the "
+                    f"feature another name, and set its column to {each!r}"
+                )
+            ids = [other for other, kind in self.features.items() if isinstance(kind, IdFeature)]
+            found = self.features.get(each)
+            if not isinstance(found, IdFeature):
+                known = [*ids, *([self.event_time] if key == "with" and self.event_time is not None else [])]
+                times = " or the column of the event time (event_time)" if key == "with" else ""
+                raise ConfigError(f"{where}.{key}: {each!r} is no IdFeature{times}; {_near(each, known)}")
+            if key != "by" and found.separator is not None:
+                raise ConfigError(
+                    f"{where}.{key}: {each!r} has several values in one text (separator), and a step of a "
+                    "history has one"
+                )
+        if one.by is not None and self.event_time is None:
+            raise ConfigError(f"{where}.by: events are in the order of their times; set event_time")
+        taken = {*self.features, *(other + GAP for other in self.features)}
+        for made in self.histories[name][1:]:
+            if made.name in taken:
+                raise ConfigError(
+                    f"{where}.with: {made.name!r} is the name of another feature or list; rename one of them"
+                )
+            taken.add(made.name)
+
+    @cached_property
+    def histories(self) -> dict[str, tuple[HistoryList, ...]]:
+        """Each history -> its lists: first that of its items, then those of `with`, in order."""
+        found: dict[str, tuple[HistoryList, ...]] = {}
+        for name, one in self.features.items():
+            if isinstance(one, HistoryFeature):
+                column = one.column or name
+                lists = [HistoryList(name, column, one.of)]
+                for each in one.with_:
+                    feature = None if each == self.event_time else each
+                    end = STEP_TIME if feature is None else each
+                    lists.append(HistoryList(f"{name}.{end}", f"{column}.{end}", feature))
+                found[name] = tuple(lists)
+        return found
+
     def id_feature(self, name: str, where: str) -> AnyIdFeature:
         """Return a feature of ids.
 
@@ -205,7 +271,7 @@ class FeatureSpec:
         """The columns of features and of the event time -> their types."""
         found: dict[str, torch.dtype] = {}
         for name, one in self.features.items():
-            for column, dtype in _columns_of(name, one):
+            for column, dtype in self._columns_of(name, one):
                 known = found.setdefault(column, dtype)
                 if TIME in (known, dtype):
                     found[column] = dtype if known is TIME else known  # a time may be of any type
@@ -219,6 +285,15 @@ class FeatureSpec:
         if self.event_time is not None:
             found.setdefault(self.event_time, TIME)
         return found
+
+    def _columns_of(self, name: str, one: AnyFeature) -> Iterator[tuple[str, torch.dtype]]:
+        if not isinstance(one, HistoryFeature):
+            yield from _columns_of(name, one)
+            return
+        for _, column, feature in self.histories[name]:
+            of = None if feature is None else self.features[feature]
+            is_text = one.separator is not None or (isinstance(of, IdFeature) and of.kind == "string")
+            yield column, torch.uint8 if is_text else TIME if feature is None else torch.int64
 
     @cached_property
     def targets(self) -> dict[str, torch.dtype]:
@@ -235,14 +310,23 @@ class FeatureSpec:
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
-        """The features of ids in a batch, in order, those of time gaps behind their sequences."""
+        """The features of ids in a batch, in order, those of time gaps behind their sequences, and the lists
+        of a history behind it. Times of a history have no rows: see `with_rows`."""
         names: list[str] = []
         for name, one in self.features.items():
-            if not isinstance(one, FloatFeature):
+            if isinstance(one, HistoryFeature):
+                names += [each.name for each in self.histories[name]]
+            elif not isinstance(one, FloatFeature):
                 names.append(name)
             if isinstance(one, SequenceFeature) and one.times is not None:
                 names.append(name + GAP)
         return tuple(names)
+
+    @cached_property
+    def with_rows(self) -> tuple[str, ...]:
+        """The features of ids that read rows: all but the times of histories."""
+        times = {each.name for lists in self.histories.values() for each in lists if each.feature is None}
+        return tuple(name for name in self.ids if name not in times)
 
     @cached_property
     def floats(self) -> dict[str, int]:
@@ -258,11 +342,11 @@ class FeatureSpec:
         """
         if not self.fids:
             return {}
-        owners = {name: self.owner(name) for name in self.ids}
+        owners = {name: self.owner(name) for name in self.with_rows}
         taken: dict[int, str] = {}
         chosen: dict[str, int] = {}
         for name in dict.fromkeys(owners.values()):
-            slot = None if name.endswith(GAP) else self.id_feature(name, name).slot
+            slot = None if name.endswith(GAP) else self._rows_of(name).slot
             if slot is not None:
                 if slot in taken:
                     raise ConfigError(
@@ -282,6 +366,9 @@ class FeatureSpec:
 
     def owner(self, name: str) -> str:
         """Return the feature whose rows a feature of ids reads."""
+        if name not in self.features:  # a list of a history, or time gaps
+            lists = (each for lists in self.histories.values() for each in lists if each.name == name)
+            name = next((each.feature for each in lists if each.feature is not None), name)
         while name in self.features and (shares := self.id_feature(name, name).shares) is not None:
             name = shares
         return name
@@ -289,7 +376,12 @@ class FeatureSpec:
     def rows(self, name: str) -> str:
         """Return the name of the rows of a feature of ids: that of their table."""
         owner = self.owner(name)
-        return owner if owner.endswith(GAP) else self.id_feature(owner, owner).rows or owner
+        return owner if owner.endswith(GAP) else self._rows_of(owner).rows or owner
+
+    def _rows_of(self, owner: str) -> RowSettings:
+        found = self.id_feature(owner, owner)
+        assert isinstance(found, RowSettings)  # a history owns none
+        return found
 
     @property
     def to_learn(self) -> tuple[str, ...]:
@@ -460,7 +552,7 @@ def differences(one: AnyFeature, other: AnyFeature) -> Iterator[tuple[str, Any, 
     for each in fields(one):
         mine, theirs = getattr(one, each.name), getattr(other, each.name)
         if each.name not in FREE_TO_DIFFER and mine != theirs:
-            yield each.name, mine, theirs
+            yield key_of(each.name), mine, theirs
 
 
 def _without_none(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -469,7 +561,7 @@ def _without_none(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns_of(name: str, one: AnyFeature) -> Iterator[tuple[str, torch.dtype]]:
-    if isinstance(one, CrossFeature):
+    if isinstance(one, CrossFeature | HistoryFeature):
         return
     column = one.column or name
     if isinstance(one, IdFeature | SequenceFeature):

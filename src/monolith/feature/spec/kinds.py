@@ -375,6 +375,69 @@ class SequenceFeature(RowSettings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HistoryFeature:
+    """The last values of another feature, oldest first, with what was known at each step: a jagged sequence.
+
+    It has as many steps as a record has, up to `max`, and no padding. In a batch of the example below,
+    `ids["history"]` has the IDs of items, `ids["history.action"]` those of actions and `ids["history.time"]`
+    Unix seconds, all three with the same row splits. They read the rows of `item` and `action`; times have
+    none.
+
+    The data has a list for each of them: in the columns `history`, `history.action` and `history.time`, with
+    values as in the columns of `item`, `action` and the event time. With `by`, the pipeline makes these
+    columns from the events before.
+
+    Examples:
+        >>> from monolith import FeatureSpec, HistoryFeature, IdFeature, MemorySource, Pipeline
+        >>> history = HistoryFeature(of="item", max=2, with_=("action", "time"))
+        >>> ids = {"item": IdFeature(), "action": IdFeature(kind="string")}
+        >>> spec = FeatureSpec(features={**ids, "history": history}, labels={}, event_time="time")
+        >>> spec.columns["history"], spec.columns["history.action"]  # as the columns of item and action
+        (torch.int64, torch.uint8)
+    """
+
+    kind: Literal["sequence"] = "sequence"
+    """What tells it from other features in a file: always "sequence"."""
+    of: str
+    """The ID feature whose values it lists, and whose rows it reads."""
+    max: int
+    """How many steps are kept: the most recent ones."""
+    with_: tuple[str, ...] = ()
+    """What is kept along with each step, `with` in files: ID features, or the column of the event time."""
+    by: str | None = None
+    """The ID feature by which the pipeline collects it from the events before, such as the user. None reads
+    it from columns."""
+    column: str | None = None
+    """The column of its items; by default that of its name. Those of `with` have ".NAME" behind."""
+    separator: str | None = None
+    """The separator between the steps in one text, such as "|"; columns of lists need none."""
+    only: str | None = None
+    """With `by`: the label, or the column, that must be above 0 for an event to enter the history, such as a
+    click. None has every event enter."""
+
+    def __post_init__(self) -> None:
+        check_separator(self.separator)
+        if self.max < 1:
+            raise ConfigError(f"max must be at least 1, got {self.max}")
+        twice = [name for name in self.with_ if self.with_.count(name) > 1]
+        if twice:
+            raise ConfigError(f"with names {twice[0]!r} twice")
+        if self.by is None and self.only is not None:
+            raise ConfigError(
+                f"only = {self.only!r} says which events enter a history that the pipeline makes; set by, too"
+            )
+        if self.by is not None and self.separator is not None:
+            raise ConfigError(
+                "separator is for columns of texts, and by has the pipeline make lists; set one"
+            )
+
+    @property
+    def shares(self) -> str:
+        """The feature whose rows it reads, as `RowSettings` have it."""
+        return self.of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Label:
     """A value that a model learns to predict for each example.
 
@@ -419,9 +482,9 @@ class Label:
             )
 
 
-AnyFeature = IdFeature | FloatFeature | BucketFeature | CrossFeature | SequenceFeature
-AnyIdFeature = IdFeature | BucketFeature | CrossFeature | SequenceFeature
-"""Features that have rows."""
+AnyFeature = IdFeature | FloatFeature | BucketFeature | CrossFeature | SequenceFeature | HistoryFeature
+AnyIdFeature = IdFeature | BucketFeature | CrossFeature | SequenceFeature | HistoryFeature
+"""Features of ids. A history has no rows of its own."""
 
 
 def check_separator(separator: str | None) -> None:

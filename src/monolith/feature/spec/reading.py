@@ -12,14 +12,15 @@ there.
     ids, buckets       no id
     weights            1
     times, event time  no gap; the record does not move the clock
+    steps of a history no step, if one of its lists has no value there
     labels             a bad record, or no label if the column is optional
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -33,18 +34,19 @@ from monolith.feature.spec.kinds import (
     BucketFeature,
     CrossFeature,
     FloatFeature,
+    HistoryFeature,
     IdFeature,
     Label,
     SequenceFeature,
 )
 from monolith.feature.spec.packing import PackedIds, Packer, RawCells
 from monolith.feature.spec.problems import BadReason, EmptyCells
-from monolith.feature.spec.times import TIME, Recognised, read_times
+from monolith.feature.spec.times import TIME, Recognised, read_times, split_texts, without_empty_texts
 from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.tensors import RaggedTensor, ranges
 
 if TYPE_CHECKING:
-    from monolith.feature.spec.feature_spec import FeatureSpec
+    from monolith.feature.spec.feature_spec import FeatureSpec, HistoryList
 
 _SHOWN = 40
 """Bytes of a wrong value that a message shows."""
@@ -247,6 +249,8 @@ class RawReader:
                 self._buckets(name, one, records, found)
             elif isinstance(one, SequenceFeature):
                 self._sequence(name, one, records, found, times)
+            elif isinstance(one, HistoryFeature):
+                self._history(name, one, records, found)
             elif isinstance(one, FloatFeature):
                 self._floats(name, one, records, found)
         for name, one in spec.features.items():
@@ -335,7 +339,7 @@ class RawReader:
         items = self._items(
             name, one, self._raw(records, column, torch.int64, one.times is None), column, found
         )
-        self._put(name, _cut(items, one), found)
+        self._put(name, _cut(items, one.length, one.keep), found)
         if one.times is None:
             return
         assert event_times is not None
@@ -359,7 +363,44 @@ class RawReader:
         newest[event_times.row_lengths() > 0] = event_times.flat_values
         each = torch.repeat_interleave(newest, times.row_lengths())
         gaps = times.with_flat_values((each - times.flat_values).clamp(min=0))
-        self._put(name + ".gap", _cut(self._bucketed(name + ".gap", gaps, one.gaps), one), found)
+        gaps = self._bucketed(name + ".gap", gaps, one.gaps)
+        self._put(name + ".gap", _cut(gaps, one.length, one.keep), found)
+
+    def _history(self, name: str, one: HistoryFeature, records: RawColumns, found: Reading) -> None:
+        lists = self._spec.histories[name]
+        together = len({each.column in records.shared for each in lists}) == 1
+        raw = [self._raw(records, each.column, torch.int64, together) for each in lists]
+        made = [
+            self._steps(each, one.separator, column, found) for each, column in zip(lists, raw, strict=True)
+        ]
+        # Most histories have a value of each list at each step. Only if not are steps looked at one by one.
+        if not _same_rows(made) or any(
+            len(values.flat_values) != _count_steps(column, one.separator)
+            for values, column in zip(made, raw, strict=True)
+        ):
+            raw = [_one_per_step(column, one.separator) for column in raw]
+            for each, column in zip(lists[1:], raw[1:], strict=True):
+                _check_steps(name, lists[0].column, each.column, raw[0], column, found)
+            if _same_rows(raw):
+                raw = _without_gaps(raw)
+                made = [
+                    self._steps(each, None, column, found) for each, column in zip(lists, raw, strict=True)
+                ]
+        is_fine = _same_rows(made)  # or there is a bad record, and nothing is read of this
+        for each, values in zip(lists, made, strict=True):
+            kept = _cut(values, one.max, "last") if is_fine else _empty(torch.int64, values.nrows)
+            self._put(each.name, kept, found)
+
+    def _steps(
+        self, each: HistoryList, separator: str | None, raw: RaggedTensor, found: Reading
+    ) -> RaggedTensor:
+        """Return one list of a history: IDs as its feature has them, or seconds. Missing values are left
+        out."""
+        if each.feature is None:
+            return self._times(f"column {each.column!r}", each.column, raw, separator, found)
+        of = self._spec.features[each.feature]
+        assert isinstance(of, IdFeature)
+        return self._items(each.name, replace(of, separator=separator), raw, each.column, found)
 
     def _cross(self, name: str, one: CrossFeature, found: Reading) -> None:
         parts = [found.ids_of(part) for part in one.of]
@@ -659,14 +700,77 @@ def _scaled(one: FloatFeature, numbers: Tensor) -> Tensor:
     return numbers
 
 
-def _cut(items: RaggedTensor, one: SequenceFeature) -> RaggedTensor:
+def _cut(items: RaggedTensor, most: int, keep: Literal["first", "last"]) -> RaggedTensor:
     """Return the first or last ids of each row."""
     lengths = items.row_lengths()
-    if not len(lengths) or int(lengths.max()) <= one.length:
+    if not len(lengths) or int(lengths.max()) <= most:
         return items
-    kept = lengths.clamp(max=one.length)
-    starts = items.row_splits[:-1] if one.keep == "first" else items.row_splits[1:] - kept
+    kept = lengths.clamp(max=most)
+    starts = items.row_splits[:-1] if keep == "first" else items.row_splits[1:] - kept
     return RaggedTensor.from_row_lengths(items.flat_values[ranges(starts, kept)], kept, validate=False)
+
+
+def _same_rows(columns: Sequence[RaggedTensor]) -> bool:
+    return all(torch.equal(columns[0].row_splits, one.row_splits) for one in columns[1:])
+
+
+def _count_steps(raw: RaggedTensor, separator: str | None) -> int:
+    """Return how many values a column of a history has, missing ones included."""
+    texts = raw.values
+    if not isinstance(texts, RaggedTensor):
+        return len(texts)
+    if separator is None:
+        return texts.nrows
+    # An empty text is a row without steps, not one with a step that is missing.
+    cuts = int((texts.flat_values == ord(separator)).sum())
+    return cuts + int((texts.row_lengths() > 0).sum())
+
+
+def _one_per_step(raw: RaggedTensor, separator: str | None) -> RaggedTensor:
+    is_cut = raw.dtype is torch.uint8 and separator is not None
+    return split_texts(without_empty_texts(raw), separator or "") if is_cut else raw
+
+
+def _check_steps(
+    name: str, column: str, other: str, items: RaggedTensor, others: RaggedTensor, found: Reading
+) -> None:
+    mine, theirs = items.row_lengths(), others.row_lengths()
+    found.blame(
+        (mine != theirs).nonzero().squeeze(1),
+        items.nrows,
+        lambda row: BadReason(
+            f"features.{name}: column {column!r} has … steps, and column {other!r} …: each step has a value "
+            "in both",
+            str(int(mine[row])),
+            str(int(theirs[row])),
+        ),
+    )
+
+
+def _without_gaps(columns: Sequence[RaggedTensor]) -> list[RaggedTensor]:
+    """Return columns of one length without the steps at which one of them has no value."""
+    there = torch.ones(int(columns[0].row_splits[-1]), dtype=torch.bool)
+    for column in columns:
+        values = column.values
+        if isinstance(values, RaggedTensor):
+            there &= values.row_lengths() > 0
+        elif values.is_floating_point():
+            there &= ~values.isnan()
+    places = there.nonzero().squeeze(1)
+    before = torch.zeros(len(there) + 1, dtype=torch.int64)
+    torch.cumsum(there, 0, out=before[1:])
+    splits = before[columns[0].row_splits]
+    found = []
+    for column in columns:
+        values = column.values
+        if isinstance(values, RaggedTensor):
+            lengths = values.row_lengths()[places]
+            flat = values.flat_values[ranges(values.row_splits[places], lengths)]
+            kept: Tensor | RaggedTensor = RaggedTensor.from_row_lengths(flat, lengths, validate=False)
+        else:
+            kept = values[places]
+        found.append(RaggedTensor(kept, splits, validate=False))
+    return found
 
 
 def _spread(column: RaggedTensor, rows: int) -> RaggedTensor:
