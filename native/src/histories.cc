@@ -225,7 +225,7 @@ Histories::User& Histories::user_of(const SourceColumn& users, std::size_t place
   return users_[slot];
 }
 
-// One more event fits behind the others. Users that have `max` events keep some free cells, so that most
+// Makes room for one more event. Users that have `max` events keep some free cells, so that most
 // events only move the beginning: one in max / 4 moves the rest.
 void Histories::make_room(User& user) const {
   if (user.begin + user.size < user.capacity) return;

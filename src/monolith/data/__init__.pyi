@@ -10,6 +10,7 @@ from monolith.data.files.source import FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
 from monolith.data.formats import FORMATS, MemorySource, format_of
 from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSource, PolarsSource
+from monolith.data.histories import HistoryConfig
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
 from monolith.data.kafka import ByWorker, JsonMessages, KafkaConfig, KafkaSink, KafkaSource
@@ -39,6 +40,7 @@ __all__ = [
     "Epochs",
     "FileSource",
     "Format",
+    "HistoryConfig",
     "IterableSource",
     "JoinedSource",
     "Joiner",

@@ -14,10 +14,10 @@ model never sees the future, neither in a replay nor in data that is out of orde
 
 The state is bounded and lives in the core (`native.Histories`). It is part of the position, which a trainer
 asks for after every batch. So a position does not copy it: it has a dump of some moment and the events since
-then, batch by batch, as texts that all positions share. A new dump is made once the events since are as large
-as the last one, so that in the long run an event is written about twice.
+then, as texts that all positions share. Texts of 16 batches become one, of 16 of these one again; a new dump
+is made once the events since are as large as the last one. So an event is written a few times in all.
 
-    base: a dump ──events of a batch──events of a batch──...──► position
+    base: a dump ──events of 256 batches──events of 16 batches──...──events of a batch──► position
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from monolith.data.records import (
     ColumnCheck,
     Records,
     column_from_arrays,
+    concat,
     empty_rows,
 )
 from monolith.data.row_gathering import RowBlock
@@ -47,6 +48,8 @@ from monolith.data.shuffling import Epochs
 from monolith.data.source import Position, Shard, Stage, Stream, WorkQueueSource, closed_after
 from monolith.data.transforms.transform import one_each
 from monolith.errors import ConfigError, CorruptFileError, DataError, RestoreError
+from monolith.feature import FeatureSpec
+from monolith.feature.spec import HistoryFeature
 from monolith.feature.spec.times import TimeUnit, read_times
 from monolith.observe import Doublings
 from monolith.table.arguments import MAX_EVENT_TIME
@@ -59,6 +62,7 @@ MAX_USERS = 1_000_000
 """The default of `HistoryConfig.max_users`."""
 
 _SEES, _ENTERS = 1, 2
+_MERGED = 16  # Texts of events of one level that become one of the next.
 _LEAST_BASE = 1 << 20  # Characters of events before a first dump: a small state is not worth one.
 _TYPES = {
     torch.int64: native.ColumnType.INT64,
@@ -112,6 +116,49 @@ class HistoryConfig:
                 "choose another name"
             )
 
+    @classmethod
+    def from_spec(cls, spec: FeatureSpec, *, max_users: int = MAX_USERS) -> list[HistoryConfig]:
+        """Return the histories that a feature spec leaves to the pipeline: those with `by`.
+
+        Examples:
+            >>> from monolith import FeatureSpec, HistoryConfig, HistoryFeature, IdFeature
+            >>> features = {
+            ...     "user": IdFeature(column="uid"),
+            ...     "item": IdFeature(),
+            ...     "history": HistoryFeature(of="item", max=50, by="user"),
+            ... }
+            >>> spec = FeatureSpec(features=features, labels={}, event_time="time")
+            >>> HistoryConfig.from_spec(spec)[0].by  # the column
+            'uid'
+        """
+        made = []
+        for name, lists in spec.histories.items():
+            feature = spec.features[name]
+            assert isinstance(feature, HistoryFeature)
+            if feature.by is None:
+                continue
+            assert spec.event_time is not None  # which the spec has checked
+            listed = {
+                one.column: spec.event_time if one.feature is None else _column_of(spec, one.feature)
+                for one in lists
+            }
+            (column, of), *others = listed.items()
+            label = None if feature.only is None else spec.labels.get(feature.only)
+            made.append(
+                cls(
+                    by=_column_of(spec, feature.by),
+                    of=of,
+                    max=feature.max,
+                    time=spec.event_time,
+                    time_unit=spec.event_time_unit,
+                    companions={each.removeprefix(f"{column}."): listed for each, listed in others},
+                    only=feature.only if label is None else label.column or feature.only,
+                    name=column,
+                    max_users=max_users,
+                )
+            )
+        return made
+
     @property
     def columns(self) -> dict[str, str]:
         """The columns that are made -> the column that each lists the values of."""
@@ -160,7 +207,7 @@ class _State:
         self.dtypes = tuple(dtypes)
         self.events = native.Histories(config.max, config.max_users, [_TYPES[one] for one in dtypes])
         self._base = ""
-        self._since: list[str] = []
+        self._since: list[tuple[int, str]] = []  # with its level: how often it was merged
         self._size = 0  # characters of the latter
 
     def build(
@@ -177,21 +224,28 @@ class _State:
         return [column_from_arrays(*one) for one in made], left_out
 
     def _note(self, entered: Records) -> None:
-        text = base64.b64encode(records_to_bytes(entered)).decode()
-        self._since.append(text)
+        text = _as_text(entered)
+        self._since.append((0, text))
         self._size += len(text)
         if self._size > max(len(self._base), _LEAST_BASE):
             self.rebase()
+        # Positions list them all, so equal ones are merged: there are about a dozen of each level.
+        level = 0
+        while [each for each, _ in self._since[-_MERGED:]] == [level] * _MERGED:
+            last, level = self._since[-_MERGED:], level + 1
+            merged = _as_text(concat([_from_text(text, "events") for _, text in last]))
+            self._since[-_MERGED:] = [(level, merged)]
+            self._size += len(merged) - sum(len(text) for _, text in last)
 
     def rebase(self) -> None:
         """Make a dump that positions share from now on."""
         columns = [column_from_arrays(*one) for one in self.events.dump()]
         dump = Records(columns[0].nrows, _named(columns))
-        self._base = base64.b64encode(records_to_bytes(dump)).decode()
+        self._base = _as_text(dump)
         self._since, self._size = [], 0
 
     def saved(self) -> dict[str, Any]:
-        return {"base": self._base, "since": list(self._since)}
+        return {"base": self._base, "since": [list(one) for one in self._since]}
 
     @classmethod
     def restored(cls, config: HistoryConfig, dtypes: Sequence[torch.dtype], saved: Any) -> _State:
@@ -203,15 +257,14 @@ class _State:
         state = cls(config, dtypes)
         try:
             base, since = saved["base"], saved["since"]
-            if not isinstance(base, str) or not isinstance(since, list):
-                raise TypeError("base must be a text, and since a list of texts")
-            for number, text in enumerate([base, *since] if base else since):
-                where = f"part {number} of its state"
-                rows = records_from_bytes(base64.b64decode(text, validate=True), where)
+            state._since = [(int(level), str(text)) for level, text in since]
+            state._size = sum(len(text) for _, text in state._since)
+            state._base = str(base)
+            texts = [text for text in (state._base, *(text for _, text in state._since)) if text]
+            for number, text in enumerate(texts):
+                rows = _from_text(text, f"part {number} of its state")
                 columns = [rows[str(number)] for number in range(len(rows.columns))]
                 state.events.enter(_block(rows.size, columns))
-            state._base, state._since = base, list(since)
-            state._size = sum(map(len, since))
         except (KeyError, TypeError, ValueError, binascii.Error, CorruptFileError, DataError) as cause:
             raise RestoreError(
                 f"cannot restore history {config.name!r}: its state in the position is damaged, or not its "
@@ -379,10 +432,15 @@ class _Built(Stage[Records, Records]):
                     "beginning of the data."
                 )
         names = {named: dtype for dtype, named in _NAMES.items()}
-        epoch, types = position.get("epoch", 0), position.get("types")
+        epoch: Any = position.get("epoch", 0)
+        types: Any = position.get("types")
         fine = isinstance(types, Mapping) and types.keys() <= set(self._values)
-        if not fine or not names.keys() >= set(types.values()) or not isinstance(epoch, int) or epoch < 0:
-            raise RestoreError(f"cannot restore history {name!r}: it finds epoch {epoch!r}, types {types!r}")
+        fine = fine and names.keys() >= set(types.values()) and isinstance(epoch, int) and epoch >= 0
+        if not fine or "state" not in position:
+            raise RestoreError(
+                f"cannot restore history {name!r}: it finds epoch {epoch!r}, types {types!r} and "
+                f"{'a' if 'state' in position else 'no'} state"
+            )
         dtypes = {column: names[named] for column, named in types.items()}
         if position.get("state") is None:
             return dtypes, None, epoch
@@ -464,6 +522,18 @@ class _Built(Stage[Records, Records]):
             "above it buffers records: read by another worker they would have other histories. Resume with "
             "as many workers as before."
         )
+
+
+def _as_text(rows: Records) -> str:
+    return base64.b64encode(records_to_bytes(rows)).decode()
+
+
+def _from_text(text: str, where: str) -> Records:
+    return records_from_bytes(base64.b64decode(text, validate=True), where)
+
+
+def _column_of(spec: FeatureSpec, name: str) -> str:
+    return getattr(spec.features[name], "column", None) or name
 
 
 def _named(columns: Sequence[RaggedTensor]) -> dict[str, RaggedTensor]:
