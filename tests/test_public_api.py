@@ -10,7 +10,8 @@ Rmsprop Constant Zeros RandomUniform ConstantRate PolynomialDecay Fp16 Fp32 Ragg
 Batch FeatureSpec IdFeature FloatFeature BucketFeature CrossFeature SequenceFeature HistoryFeature
 Label Sum Mean Max FirstN Each
 Feature FeatureSet EmbeddingCollection EmbeddingOptimizer ReadyModel DeepFM DCNv2 DLRM DeepInterest MMoE
-FFM TwoTower MLP Dense auc sigmoid_loss_and_pred Store LocalStore ParameterServerStore AllToAllStore
+FFM TwoTower SASRec HSTU MLP Dense auc sigmoid_loss_and_pred Store LocalStore ParameterServerStore
+AllToAllStore
 Source Records DataConfig DataSplit FileSource MemorySource ArrowSource PandasSource PolarsSource
 IterableSource KafkaSource KafkaConfig Pipeline HistoryConfig Shard ShuffleConfig ClickLog ClickLogConfig
 DriftingStream DriftConfig make_batch

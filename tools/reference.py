@@ -41,7 +41,7 @@ AREAS = {
     """,
     "models": """
         Feature FeatureSet EmbeddingCollection EmbeddingOptimizer ReadyModel DeepFM DCNv2 DLRM
-        DeepInterest MMoE FFM TwoTower MLP Dense auc sigmoid_loss_and_pred
+        DeepInterest MMoE FFM TwoTower SASRec HSTU MLP Dense auc sigmoid_loss_and_pred
         Store LocalStore ParameterServerStore AllToAllStore
     """,
     "data": """

@@ -21,10 +21,11 @@ void metrics(const Column<float>& scores, const Column<float>& relevance, const 
 }  // namespace
 
 void bind_ranking(nb::module_& m) {
-  m.def(
-      "ranking_metrics", &metrics, "scores"_a.noconvert(), "relevance"_a.noconvert(), "splits"_a.noconvert(),
-      "ks"_a.noconvert(), "out"_a.noconvert(),
-      "Write recall, NDCG and hit rate at each k, and the reciprocal rank, of each query to a row of `out`.");
+  m.def("ranking_metrics", &metrics, "scores"_a.noconvert(), "relevance"_a.noconvert(),
+        "splits"_a.noconvert(), "ks"_a.noconvert(), "out"_a.noconvert(),
+        "Write recall, NDCG, hit rate and reciprocal rank at each k, and the reciprocal rank among all, of "
+        "each "
+        "query to a row of `out`.");
 }
 
 }  // namespace monolith

@@ -39,10 +39,10 @@ double chance_of_none(std::size_t size, std::size_t wanted, std::size_t taken) {
   return chance;
 }
 
-// The mean of 1 / rank of the first that is wanted.
-double reciprocal_rank(const Tie& tie) {
+// The mean of 1 / rank of the first that is wanted, where a rank behind k counts as 0.
+double reciprocal_rank(const Tie& tie, std::size_t k) {
   double sum = 0.0, chance = 1.0;  // that none came before
-  for (std::size_t before = 0; before + tie.wanted <= tie.size(); ++before) {
+  for (std::size_t before = 0; before + tie.wanted <= tie.size() && tie.first + before < k; ++before) {
     const double left = static_cast<double>(tie.size() - before);
     const double now = static_cast<double>(tie.wanted) / left;
     sum += chance * now / static_cast<double>(tie.first + before + 1);
@@ -106,7 +106,8 @@ class Query {
     hit = 1.0 - none;
   }
 
-  double reciprocal() const {
+  // The candidates that tie with the best of those that are wanted.
+  Tie first_wanted() const {
     float best = -std::numeric_limits<float>::infinity();
     for (std::size_t i = 0; i < scores_.size(); ++i)
       if (relevance_[i] > 0) best = std::max(best, scores_[i]);
@@ -118,7 +119,7 @@ class Query {
       tie.wanted += scores_[i] == best && relevance_[i] > 0;
     }
     tie.last = tie.first + same;
-    return reciprocal_rank(tie);
+    return tie;
   }
 
  private:
@@ -140,8 +141,8 @@ void check(std::span<const float> scores, std::span<const float> relevance,
     throw std::invalid_argument("ranking: splits must rise from 0 to the number of scores");
   if (std::any_of(ks.begin(), ks.end(), [](std::int64_t k) { return k < 1; }))
     throw std::invalid_argument("ranking: every k must be at least 1");
-  if (out.size() != (splits.size() - 1) * (3 * ks.size() + 1))
-    throw std::invalid_argument("ranking: `out` must have 3 * ks + 1 numbers for each query");
+  if (out.size() != (splits.size() - 1) * (4 * ks.size() + 1))
+    throw std::invalid_argument("ranking: `out` must have 4 * ks + 1 numbers for each query");
   if (std::any_of(scores.begin(), scores.end(), [](float score) { return std::isnan(score); }))
     throw std::invalid_argument("ranking: a score is NaN, which has no rank");
   if (!std::all_of(relevance.begin(), relevance.end(),
@@ -155,7 +156,7 @@ void ranking_metrics(std::span<const float> scores, std::span<const float> relev
                      std::span<const std::int64_t> splits, std::span<const std::int64_t> ks,
                      std::span<double> out) {
   check(scores, relevance, splits, ks, out);
-  const std::size_t many = ks.size(), width = 3 * many + 1;
+  const std::size_t many = ks.size(), width = 4 * many + 1;
   const std::size_t most = ks.empty() ? 0 : static_cast<std::size_t>(*std::max_element(ks.begin(), ks.end()));
   for (std::size_t query = 0; query + 1 < splits.size(); ++query) {
     const auto first = static_cast<std::size_t>(splits[query]);
@@ -167,9 +168,13 @@ void ranking_metrics(std::span<const float> scores, std::span<const float> relev
       continue;
     }
     if (many) one.rank();
-    for (std::size_t i = 0; i < many; ++i)
-      one.at(static_cast<std::size_t>(ks[i]), row[i], row[many + i], row[2 * many + i]);
-    row[3 * many] = one.reciprocal();
+    const Tie first_wanted = one.first_wanted();
+    for (std::size_t i = 0; i < many; ++i) {
+      const auto k = static_cast<std::size_t>(ks[i]);
+      one.at(k, row[i], row[many + i], row[2 * many + i]);
+      row[3 * many + i] = reciprocal_rank(first_wanted, k);
+    }
+    row[4 * many] = reciprocal_rank(first_wanted, size);
   }
 }
 

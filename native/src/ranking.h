@@ -10,8 +10,9 @@
 
 namespace monolith {
 
-// Writes metrics of each query to a row of `out`: recall, NDCG and hit rate at each k, then the reciprocal
-// rank, which is 3 * ks + 1 numbers. A query without a candidate that is wanted has nothing to say: NaN.
+// Writes metrics of each query to a row of `out`: recall, NDCG, hit rate and reciprocal rank at each k, then
+// the reciprocal rank among all, which is 4 * ks + 1 numbers. At k, a reciprocal rank is 0 if no wanted item
+// is among the best k. A query without a candidate that is wanted has nothing to say: NaN.
 //
 //   scores, relevance: of all candidates, query after query; relevance is 0 for what is not wanted and the
 //     gain of what is.

@@ -67,6 +67,7 @@ from monolith.feature import (
 from monolith.model import (
     DLRM,
     FFM,
+    HSTU,
     DCNv2,
     DeepFM,
     DeepInterest,
@@ -76,6 +77,7 @@ from monolith.model import (
     FeatureSet,
     MMoE,
     ReadyModel,
+    SASRec,
     TwoTower,
 )
 from monolith.nn import MLP, Dense, auc, sigmoid_loss_and_pred
@@ -132,6 +134,7 @@ __version__: str
 __all__ = [
     "DLRM",
     "FFM",
+    "HSTU",
     "METRICS",
     "MLP",
     "Adagrad",
@@ -230,6 +233,7 @@ __all__ = [
     "Rmsprop",
     "Run",
     "RunConfig",
+    "SASRec",
     "SaveConfig",
     "SaveError",
     "Saver",

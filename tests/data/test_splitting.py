@@ -133,9 +133,33 @@ def test_by_time_needs_times() -> None:
         part_filter("train", DataSplit(evaluate=0.5, by=("age",)))(records(3))
 
 
+def test_leave_one_out_tests_the_last_record_of_each_user_and_evaluates_the_one_before(
+    tmp_path: Path,
+) -> None:
+    log = [("a", 1, 10), ("b", 2, 30), ("a", 3, 5), ("b", 4, 30), ("a", 5, 20), ("b", 6, 30), ("c", 7, 1)]
+    lines = [f"{user},{item},{at}" for user, item, at in log] + ["c,8,2", "a,9,", ",10,99"]
+    for name, some in (("1", lines[:4]), ("2", lines[4:])):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["user,item,time", *some]) + "\n")
+    data = DataConfig(path=f"{tmp_path}/*.csv", split=DataSplit(last_of="user", time="time"))
+    types = {"user": torch.uint8, "item": torch.int64}
+    read = {
+        part: concat(list(data.pipeline(part, 3, types=types)))["item"].flat_values.tolist() for part in PARTS
+    }
+    # Those of b are of the same time. c has too few; without a user or a time a record is trained on.
+    assert read == {"train": [2, 3, 7, 8, 9, 10], "evaluate": [1, 4], "predict": [5, 6]}
+    assert data.protocol("predict") == "leave-one-out: the last record of each user by time"
+
+
+def test_leave_one_out_is_of_files_that_are_there() -> None:
+    with pytest.raises(ConfigError, match="files that are there"):
+        DataConfig(watch="x/*.csv", split=DataSplit(last_of="user", time="time"))
+
+
 @pytest.mark.parametrize(
     ("split", "message"),
     [
+        ({"last_of": "user"}, "set time"),
+        ({"last_of": "user", "time": "t", "evaluate_from": 3}, "not by both"),
         ({}, "nothing is withheld"),
         ({"evaluate": 1.0}, "from 0 to below 1"),
         ({"evaluate": 0.6, "predict": 0.4}, "leave nothing to train on"),

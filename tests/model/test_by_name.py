@@ -7,8 +7,20 @@ import torch
 
 from monolith.data import Records
 from monolith.errors import ConfigError
-from monolith.feature import FeatureSpec, FloatFeature, IdFeature, Label, SequenceFeature
-from monolith.model import DLRM, FFM, DCNv2, DeepFM, DeepInterest, MMoE, TwoTower
+from monolith.feature import FeatureSpec, FloatFeature, HistoryFeature, IdFeature, Label, SequenceFeature
+from monolith.model import (
+    DLRM,
+    FFM,
+    HSTU,
+    DCNv2,
+    DeepFM,
+    DeepInterest,
+    GRU4Rec,
+    MMoE,
+    SASRec,
+    SequenceRanker,
+    TwoTower,
+)
 from monolith.model.by_name import MODELS, ModelConfig
 from monolith.store import LocalStore
 from monolith.table import Adagrad, RandomUniform
@@ -24,6 +36,13 @@ WITH_HISTORY = FeatureSpec(
         "user": IdFeature(),
         "seen": SequenceFeature(length=3, shares="item", times="seen_at"),
         "price": FloatFeature(),
+    },
+    event_time="time",
+)
+WITH_STEPS = FeatureSpec(
+    features={
+        "item": IdFeature(),
+        "history": HistoryFeature(of="item", max=3, with_=("time",), column="seen"),
     },
     event_time="time",
 )
@@ -44,6 +63,10 @@ FILES: dict[str, dict[str, object]] = {
         "negatives": "batch",
         "correction": False,
     },
+    "sequence_ranker": {"encoder": "sasrec", "dim": 4, "hidden": [8]},
+    "sasrec": {"dim": 4, "heads": 2, "negatives": 16, "dropout": 0.1},
+    "hstu": {"dim": 4, "layers": 1, "similarity": "dot", "steps": "last"},
+    "gru4rec": {"dim": 4, "hidden": 8, "history": "history"},
 }
 CLASSES = {
     "deepfm": DeepFM,
@@ -53,7 +76,12 @@ CLASSES = {
     "mmoe": MMoE,
     "din": DeepInterest,
     "two_tower": TwoTower,
+    "sequence_ranker": SequenceRanker,
+    "sasrec": SASRec,
+    "hstu": HSTU,
+    "gru4rec": GRU4Rec,
 }
+SPECS = {"din": WITH_HISTORY} | dict.fromkeys(("sequence_ranker", "sasrec", "hstu", "gru4rec"), WITH_STEPS)
 
 
 def records() -> Records:
@@ -71,6 +99,7 @@ def records() -> Records:
             "price": one_each(0.5, 2, dtype=torch.float32),
             "time": one_each(100, 100),
             "seen": RaggedTensor.from_row_lengths(torch.tensor([3, 9]), lengths),
+            "seen.time": RaggedTensor.from_row_lengths(torch.tensor([20, 90]), lengths),
             "seen_at": RaggedTensor.from_row_lengths(torch.tensor([20, 90]), lengths),
             **{name: one_each(0, 1, dtype=torch.float32) for name in ("click", "buy", "label")},
         },
@@ -87,7 +116,7 @@ def test_a_file_makes_the_model_and_goes_back_to_plain_values(kind: str) -> None
     plain = {"type": kind, **FILES[kind]}
     config = ModelConfig.from_dict(plain)
     assert config.to_dict() == plain
-    spec = WITH_HISTORY if kind == "din" else SPEC
+    spec = SPECS.get(kind, SPEC)
     model = config.make(spec, seed=3)
     assert isinstance(model, CLASSES[kind])
     model.embeddings.bind(LocalStore.from_configs)

@@ -11,18 +11,34 @@ from data.lists import records
 
 from monolith.errors import ConfigError
 from monolith.feature import (
+    CONCAT,
     ROW_OPTIMIZER,
     BucketFeature,
     CrossFeature,
+    Each,
     FeatureSpec,
     FirstN,
     FloatFeature,
+    HistoryFeature,
     IdFeature,
     Label,
+    Layout,
     Mean,
     SequenceFeature,
 )
-from monolith.model import DLRM, FFM, DCNv2, DeepFM, EmbeddingOptimizer, Feature, FeatureSet, MMoE
+from monolith.model import (
+    DLRM,
+    FFM,
+    DCNv2,
+    DeepFM,
+    DeepInterest,
+    EmbeddingCollection,
+    EmbeddingOptimizer,
+    Feature,
+    FeatureSet,
+    MMoE,
+    TwoTower,
+)
 from monolith.table import Adagrad, Ftrl
 
 SPEC = FeatureSpec(
@@ -89,6 +105,49 @@ def test_a_sequence_without_a_combiner_keeps_its_places():
     assert FeatureSet(spec)["seen"].combiner == FirstN(3)
     with pytest.raises(ConfigError, match="keeps its first ids"):
         DeepFM(spec)
+
+
+HISTORY = FeatureSpec(
+    features={
+        "product": IdFeature(dim=4),
+        "item": IdFeature(shares="product"),
+        "action": IdFeature(),
+        "history": HistoryFeature(of="item", max=2, with_=("action", "now")),
+    },
+    labels={"click": Label()},
+    optional=("click",),
+    event_time="now",
+)
+
+
+def test_the_lists_of_a_history_keep_each_id_and_read_the_rows_of_what_they_list():
+    chosen = FeatureSet(HISTORY)
+    assert chosen.names == ("product", "item", "action", "history", "history.action")
+    assert [chosen[name].combiner for name in chosen.names[3:]] == [Each(), Each()]
+    assert chosen.column("history").slot is chosen.column("product").slot
+    assert chosen.column("history.action").slot is chosen.column("action").slot
+    columns = {"product": [[7], [8]], "item": [[1], [2]], "action": [[3], [4]], "now": [[10], [20]]}
+    columns |= {
+        "history": [[9, 7, 8], []],
+        "history.action": [[5, 3, 4], []],
+        "history.time": [[1, 2, 3], []],
+    }
+    batch = HISTORY.make(records(**columns))
+    read = EmbeddingCollection(
+        [Layout(name, CONCAT, chosen.slices([name], "vector", 4)) for name in chosen.names]
+    )(batch)
+    assert read["history"].row_splits.tolist() == [0, 2, 2]
+    assert torch.equal(read["history"].flat_values, read["product"])  # items 7 and 8
+    assert torch.equal(read["history.action"].flat_values, read["action"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [DeepFM, DCNv2, DLRM, MMoE, DeepInterest, lambda spec: TwoTower(spec, item=["item"])],
+)
+def test_models_of_one_embedding_a_feature_refuse_a_history_and_name_those_that_read_it(make: Any):
+    with pytest.raises(ConfigError, match=r"feature 'history' is kept.*hstu, sasrec, gru4rec"):
+        make(HISTORY)
 
 
 def test_features_may_differ_in_width_where_nothing_multiplies_them():

@@ -10,7 +10,15 @@ import torch
 
 from monolith.data import MemorySource
 from monolith.errors import RequestError
-from monolith.feature import Batch, BucketFeature, FeatureSpec, FloatFeature, IdFeature, Label
+from monolith.feature import (
+    Batch,
+    BucketFeature,
+    FeatureSpec,
+    FloatFeature,
+    HistoryFeature,
+    IdFeature,
+    Label,
+)
 from monolith.serve.request_reader import RequestReader
 
 SPEC = FeatureSpec(
@@ -130,3 +138,54 @@ def test_a_model_of_features_by_hand_is_asked_with_ids_by_feature():
     ]:
         with pytest.raises(RequestError, match=said):
             reader.batch({**asked, **change})
+
+
+HISTORY = FeatureSpec(
+    features={
+        "item": IdFeature(kind="string"),
+        "action": IdFeature(),
+        "history": HistoryFeature(of="item", max=2, with_=("action", "time"), by="item", only="click"),
+    },
+    labels={"click": Label()},
+    event_time="time",
+)
+
+
+def test_a_history_is_asked_for_as_lists_of_the_types_that_training_reads():
+    found = {one.name: one for one in RequestReader(HISTORY).inputs}
+    lists = [found[name] for name in ("history", "history.action", "history.time")]
+    assert [(one.datatype, one.shape) for one in lists] == [
+        ("BYTES", (-1, -1)),
+        ("INT64", (-1, -1)),
+        ("INT64", (-1, -1)),
+    ]
+    assert lists[2].meaning == "time"
+    assert found["time"].optional
+
+
+def test_a_history_comes_as_nested_lists_or_as_values_with_row_splits():
+    reader = RequestReader(HISTORY.only(["history"]))
+    nested = {
+        "history": [["a", "b", "c"], [], ["d"]],
+        "history.action": [[1, 2, 3], [], [4]],
+        "history.time": [["1700000000", "2024-05-01T10:00:00Z", "1714557601000"], [], ["5"]],
+    }
+    batch = reader.batch(nested)
+    assert batch.ids["history.action"].to_list() == [[2, 3], [], [4]]
+    assert batch.ids["history.time"].to_list() == [[1_714_557_600, 1_714_557_601], [], [5]]
+    splits = np.array([0, 3, 3, 4])
+    flat: dict[str, Any] = {
+        "history": ["a", "b", "c", "d"],
+        "history.action": np.array([1, 2, 3, 4]),
+        "history.time": np.array([1_700_000_000, 1_714_557_600, 1_714_557_601, 5]),
+    }
+    assert same(batch, reader.batch({**flat, **{f"{name}.row_splits": splits for name in flat}}))
+
+
+def test_lists_of_a_history_that_differ_in_length_are_refused_by_name():
+    reader = RequestReader(HISTORY.only(["history"]))
+    columns = {"history": [["a"], ["b"]], "history.action": [[1], []], "history.time": [[5], [6]]}
+    with pytest.raises(
+        RequestError, match=r"row 1 of 2: .*'history' has 1 steps, and column 'history.action' 0"
+    ):
+        reader.batch(columns)

@@ -58,6 +58,7 @@ def evaluate(options: EvaluateOptions) -> int:
     if options.follow:
         return follow(options, task, config, lambda: ReadingBar(options, "Evaluating"))
     checkpoint, step, why = settled(config)
+    mode = Mode.PREDICT if options.part == "predict" else Mode.EVALUATE
     with (
         ReadingBar(options, "Evaluating") as shown,
         profiled_by_user("evaluate-0", os.environ, name=task.name),
@@ -65,15 +66,17 @@ def evaluate(options: EvaluateOptions) -> int:
         found = Trainer(task, config).evaluate(
             steps=options.steps,
             checkpoint=checkpoint,
-            data=Mode.PREDICT if options.part == "predict" else Mode.EVALUATE,
+            data=mode,
             advance=shown.advance,
             on_open=shown.open,
         )
     examples = int(found.pop("examples"))
-    bad = shown.bad_records
+    bad, protocol = shown.bad_records, task.protocol(mode)
     if options.json:
         numbers = {name: None if math.isnan(value) else value for name, value in found.items()}
-        write_json(task, checkpoint, step, chosen=why, examples=examples, metrics=numbers, bad_records=bad)
+        said: dict[str, Any] = {} if protocol is None else {"protocol": protocol}
+        said |= {"metrics": numbers, "bad_records": bad}
+        write_json(task, checkpoint, step, chosen=why, examples=examples, **said)
         return 0
     table = Table(
         box=box.SIMPLE_HEAD, title=f"{task.name}: {checkpoint}, step {step:,} ({why})", title_justify="left"
@@ -83,7 +86,8 @@ def evaluate(options: EvaluateOptions) -> int:
     for name, value in found.items():
         table.add_row(name, "nothing to say" if math.isnan(value) else f"{value:.6f}")
     left_out = "".join(f"; {count:,} bad records left out: {why}" for why, count in bad.items())
-    table.caption = f"over {examples:,} examples{left_out}"
+    measured_by = "" if protocol is None else f"\nprotocol: {protocol}"
+    table.caption = f"over {examples:,} examples{left_out}{measured_by}"
     table.caption_justify = "left"
     Console().print(table, soft_wrap=True)
     return 0

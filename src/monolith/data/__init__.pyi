@@ -11,6 +11,7 @@ from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
 from monolith.data.formats import FORMATS, MemorySource, format_of
 from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSource, PolarsSource
 from monolith.data.histories import HistoryConfig
+from monolith.data.interactions import SequenceSplit, UserSequences, leave_one_out, split_by_time
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
 from monolith.data.kafka import ByWorker, JsonMessages, KafkaConfig, KafkaSink, KafkaSource
@@ -56,15 +57,19 @@ __all__ = [
     "Position",
     "RecordWriter",
     "Records",
+    "SequenceSplit",
     "Shard",
     "ShuffleConfig",
     "Source",
     "Stage",
     "Stream",
+    "UserSequences",
     "Watch",
     "WorkQueueSource",
     "as_stream",
     "concat",
     "format_of",
+    "leave_one_out",
     "make_batch",
+    "split_by_time",
 ]

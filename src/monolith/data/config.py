@@ -51,6 +51,8 @@ FormatName = Literal[
 
 _MOST_THREADS = 16
 """Threads that read ahead by default: more wait for each other's turn in Python."""
+_AT_ONCE = 1 << 14
+"""Records of a batch when files are only looked through."""
 _LOOK_EVERY = timedelta(seconds=1)
 """How often is looked for files that appear whole."""
 
@@ -78,14 +80,16 @@ class DataSplit(Checked):
     """Which records of one set of files are withheld from training.
 
     By chance: a hash of a record's values decides, so it is in the same part in every run, on every worker
-    and in whatever order the files are read. Or by time: records from a moment on.
+    and in whatever order the files are read. Or by time: records from a moment on. Or the last records of
+    each user, as papers on sequences do (leave-one-out).
 
     Examples:
         >>> from monolith import DataSplit
         >>> by_user = DataSplit(evaluate=0.1, by=("user",))  # all records of a user are in one part
         >>> by_time = DataSplit(time="time", evaluate_from="2024-05-01T10:00:00Z")
-        >>> by_user.columns, by_time.columns
-        (('user',), ('time',))
+        >>> leave_one_out = DataSplit(last_of="user", time="time")
+        >>> by_user.columns, by_time.columns, leave_one_out.columns
+        (('user',), ('time',), ('user', 'time'))
     """
 
     evaluate: float = 0.0
@@ -105,6 +109,11 @@ class DataSplit(Checked):
     2024-05-01T10:00:00Z, which is UTC without a zone."""
     predict_from: float | str | None = None
     """The value of the time column from which records are predicted, likewise."""
+    last_of: str | None = None
+    """A column such as the user: of the records with the same value there, the last one by time is predicted
+    (the test), the one before it is evaluated on, and the rest is trained on; of fewer than three, all are.
+    At the same time, the order of the files decides. The files are read once more to find them, and 24 bytes
+    of each record are kept meanwhile."""
 
     def problems(self) -> Iterator[Problem]:
         for name in ("evaluate", "predict"):
@@ -123,6 +132,15 @@ class DataSplit(Checked):
                 return
         if self.time is None and moments:
             yield Problem(("evaluate_from", "predict_from"), "these are values of a time column: set time")
+        if self.last_of is not None:
+            if self.time is None:
+                yield Problem(("last_of", "time"), "the last record is the last by time: set time")
+            if by_chance or self.by or moments:
+                yield Problem(
+                    ("last_of", "evaluate", "predict", "by", "evaluate_from", "predict_from"),
+                    "split by last_of or by another rule, not by both",
+                )
+            return
         if self.time is None and not by_chance:
             yield Problem(("evaluate",), "nothing is withheld: set a fraction, such as 0.1, or time")
         if self.time is not None and (by_chance or self.by):
@@ -136,6 +154,8 @@ class DataSplit(Checked):
 
     def has(self, part: Part) -> bool:
         """Whether there are records for this."""
+        if self.last_of is not None:
+            return True
         withheld = {
             "evaluate": (self.evaluate, self.evaluate_from),
             "predict": (self.predict, self.predict_from),
@@ -146,7 +166,25 @@ class DataSplit(Checked):
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that it names."""
-        return self.by if self.time is None else (self.time,)
+        named = self.by if self.time is None else (self.time,)
+        return named if self.last_of is None else (self.last_of, *named)
+
+    def protocol(self, part: Part) -> str:
+        """Return which records are in a part, in words that are printed with results."""
+        if self.last_of is not None:
+            which = {"train": "all but the last two records", "evaluate": "the last record but one"}
+            return (
+                f"leave-one-out: {which.get(part, 'the last record')} of each {self.last_of} by {self.time}"
+            )
+        if self.time is None:
+            share = {"evaluate": self.evaluate, "predict": self.predict}.get(
+                part, 1 - self.evaluate - self.predict
+            )
+            return f"{share:.3g} of the records by a hash of {', '.join(self.by) or 'their values'}"
+        first, last = self.evaluate_from or self.predict_from, self.predict_from
+        said = {"train": f"before {first}", "predict": f"from {last} on"}.get(part, f"from {first} on")
+        ended = f" and before {last}" if part == "evaluate" and last is not None else ""
+        return f"by time: records with {self.time} {said}{ended}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,6 +300,11 @@ class DataConfig(Checked):
                 ("kafka", "split"),
                 "topics are read once, so nothing of them can be withheld; name files to evaluate on",
             )
+        if self.watch is not None and self.split is not None and self.split.last_of is not None:
+            yield Problem(
+                ("watch", "split"),
+                "which record is the last is known of files that are there; give path instead of watch",
+            )
         if self.stop_after is not None and self.watch is None:
             yield Problem(("stop_after", "watch"), "this is for files that are watched; set watch")
         for name in ("max_wait", "stop_after"):
@@ -326,6 +369,15 @@ class DataConfig(Checked):
             "withhold some records, as in `split = { evaluate = 0.1 }`"
         )
 
+    def protocol(self, part: Part) -> str:
+        """Return which records are for a purpose, in words that are printed with results.
+
+        Raises:
+            ConfigError: Nothing says what to evaluate on.
+        """
+        files, split, chosen = self.part(part)
+        return f"all records of {files.path}" if split is None else split.protocol(chosen)
+
     def _of(self, path: str | None) -> DataConfig:
         return replace(
             self,
@@ -353,23 +405,18 @@ class DataConfig(Checked):
         Args:
             histories: The histories to build; see `HistoryConfig.from_spec`. They see all records, also those
                 of other purposes that a split takes out of the same files.
-            types: The columns to read and their types, as `FeatureSpec.columns`, for formats that would have
+            types: The columns to read and their types, as `FeatureSpec.source_columns`, for formats that would have
                 to guess. What is to be predicted is read with all its columns, to be passed on.
             options: As `FileSource` takes them.
 
         Raises:
             ConfigError: Nothing says what to evaluate on.
         """
-        import torch
-
         from monolith.data.pipeline import Pipeline
-        from monolith.data.splitting import part_filter, times_in, types_for
+        from monolith.data.splitting import last_filter, part_filter, times_in, types_for
 
         files, split, chosen = self.part(part)
         if types is not None:
-            made = {name for one in histories for name in one.columns}
-            only = {one.only: torch.float32 for one in histories if one.only is not None}
-            types = only | {name: dtype for name, dtype in types.items() if name not in made}
             types = types_for(split, types)
             if part != "predict" and not files.columns:
                 files = replace(files, columns=tuple(types))
@@ -380,7 +427,11 @@ class DataConfig(Checked):
             return read
         several = tuple(types) if types is not None else None
         times = () if types is None else times_in(types)
-        kept = read.filter(part_filter(chosen, split, several, times))
+        if split.last_of is None:
+            kept = read.filter(part_filter(chosen, split, several, times))
+        else:
+            decide = files if several is None else replace(files, columns=several, queue=None)
+            kept = read.filter(last_filter(chosen, split, decide.source(_AT_ONCE, types=types), several))
         # Filling up the batches of a live stream would delay them.
         return kept if files.live else kept.rebatch(batch_size)
 

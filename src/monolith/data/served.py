@@ -32,7 +32,7 @@ from torch import Tensor
 
 from monolith.data.records import LINE_ID, REQ_TIME, Records, take_rows, text_rows
 from monolith.errors import DataError
-from monolith.feature import Batch, CrossFeature, FeatureSpec, IdFeature
+from monolith.feature import Batch, CrossFeature, FeatureSpec, HistoryFeature, IdFeature
 from monolith.feature.spec import GAP
 from monolith.feature.spec.problems import BadReason
 from monolith.feature.spec.reading import RawColumns, RawReader, Reading, numbers_of
@@ -158,8 +158,19 @@ class ServedSpec(FeatureSpec):
     def of(cls, spec: FeatureSpec) -> ServedSpec:
         """Return what reads a log of requests that were read by `spec`."""
         given: dict[str, Any] = {one.name: getattr(spec, one.name) for one in fields(FeatureSpec)}
+        # Times of histories were read when they were served; they keep their name in a batch.
+        given["features"] = {
+            name: replace(
+                one, with_=tuple(REQ_TIME if each == spec.event_time else each for each in one.with_)
+            )
+            if isinstance(one, HistoryFeature)
+            else one
+            for name, one in spec.features.items()
+        }
         made = cls(**{**given, "event_time": REQ_TIME, "event_time_unit": "s", "optional": ()})
         optional = [name for name in spec.optional if name in made.targets]
+        # A log may be of users without a history alone.
+        optional += [each.name for lists in made.histories.values() for each in lists]
         optional += [name for name in made.inputs if name.endswith((GAP, WEIGHTS))]
         for name, one in spec.features.items():
             # A column that the data may lack may be without values in a whole log, and so not be there.
@@ -177,6 +188,10 @@ class ServedSpec(FeatureSpec):
                 found[name + WEIGHTS] = torch.float32
         found |= dict.fromkeys(self.floats, torch.float32)
         return {**found, REQ_TIME: TIME}
+
+    @property
+    def source_columns(self) -> dict[str, torch.dtype]:
+        return self.columns  # histories were made before they were logged
 
     @property
     def to_learn(self) -> tuple[str, ...]:

@@ -1,12 +1,15 @@
 """Splitting: which records of a set are trained on, evaluated on and predicted.
 
 A hash of its values, as a number from 0 to 1, decides the part of a record. So splitting needs no state, no
-second pass and no order, and a copy of a record is always in the same part.
+second pass and no order, and a copy of a record is always in the same part. Leave-one-out (`last_of`) alone
+needs to know all records: a first pass finds the last ones and keeps their hashes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
+from functools import cache
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 from monolith import native
 from monolith.data.config import DataSplit, Part, moment_of
 from monolith.data.records import Records
+from monolith.data.source import Stream
 from monolith.errors import DataError
 from monolith.feature.spec.times import TIME, read_times, whole_texts, without_empty_texts
 from monolith.table.hashing import mix
@@ -68,6 +72,13 @@ def fractions(
     Raises:
         DataError: None of these columns is there.
     """
+    total = _record_hashes(records, columns, seed, times)
+    return (total >> np.uint64(11)).astype(np.float64) / float(1 << 53)
+
+
+def _record_hashes(
+    records: Records, columns: Sequence[str], seed: int, times: Collection[str]
+) -> NDArray[np.uint64]:
     there = [name for name in sorted(columns) if name in records.columns]
     if not there:
         raise DataError(f"cannot split: the data has none of the columns {', '.join(columns)}")
@@ -76,7 +87,50 @@ def fractions(
         total = mix(np.full(len(records), seed % (1 << 64), dtype=np.uint64))
         for name in there:
             total = mix(total ^ _row_hashes(records[name], name in times))
-    return (total >> np.uint64(11)).astype(np.float64) / float(1 << 53)
+    return total
+
+
+def last_filter(
+    part: Part, split: DataSplit, source: Stream[Records], columns: Sequence[str] | None = None
+) -> Callable[[Records], Tensor]:
+    """Return a predicate as `part_filter` does, for a split by the last records of each user.
+
+    Args:
+        source: All records, in the order of the files. They are read when the first batch is asked about.
+        columns: Those by which a record is known again; None means all there are.
+    """
+    user = split.last_of
+    assert user is not None
+
+    @cache
+    def found() -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return the hashes of the records to evaluate on, and of those to predict."""
+        whose, when, which = [], [], []
+        with closing(source):
+            for records in source:
+                timed, seconds = _times_of(split, records)
+                known = (timed & (records[user].row_lengths() == 1)).numpy()
+                whose.append(_record_hashes(records, [user], 0, ())[known])
+                when.append(seconds[known])
+                which.append(hashed(records)[known])
+        if not whose:
+            return np.empty(0, np.uint64), np.empty(0, np.uint64)
+        users, moments, hashes = np.concatenate(whose), np.concatenate(when), np.concatenate(which)
+        hashes = hashes[np.lexsort((moments, users))]  # stable: at the same time, the order of the files
+        _, counts = np.unique(users, return_counts=True)
+        last = (np.cumsum(counts) - 1)[counts >= 3]
+        return hashes[last - 1], hashes[last]
+
+    def hashed(records: Records) -> NDArray[np.uint64]:
+        return _record_hashes(records, list(records.columns) if columns is None else columns, 0, ())
+
+    def decide(records: Records) -> Tensor:
+        hashes = hashed(records)
+        evaluated, predicted = (np.isin(hashes, withheld) for withheld in found())
+        masks = {"predict": predicted, "evaluate": evaluated & ~predicted}
+        return torch.from_numpy(masks.get(part, ~(evaluated | predicted)))
+
+    return decide
 
 
 def _range(part: Part, split: DataSplit) -> tuple[float, float]:
@@ -91,23 +145,30 @@ def _range(part: Part, split: DataSplit) -> tuple[float, float]:
 
 
 def _by_time(part: Part, split: DataSplit, records: Records) -> Tensor:
-    assert split.time is not None
-    column = records[split.time]
-    if bool((column.row_lengths() > 1).any()):
-        raise DataError(f"cannot split by time: a record has several values in column {split.time!r}")
-    given = [at for at in (split.evaluate_from, split.predict_from) if at is not None]
-    values = column.flat_values.double()
-    are_times = any(isinstance(at, str) for at in given)
-    if column.dtype is torch.uint8 or are_times:
-        column, values = _moments(column, split.time, are_times)
+    timed, values = _times_of(split, records)
     end = float("inf")
     predicted = end if split.predict_from is None else moment_of(split.predict_from)
     evaluated = predicted if split.evaluate_from is None else moment_of(split.evaluate_from)
     bounds = {"train": (-end, evaluated), "evaluate": (evaluated, predicted), "predict": (predicted, end)}
     low, high = bounds[part]
-    kept = torch.full((len(records),), part == "train")
-    kept[column.row_lengths() == 1] = (values >= low) & (values < high)
-    return kept
+    kept = torch.from_numpy((values >= low) & (values < high))
+    return torch.where(timed, kept, part == "train")
+
+
+def _times_of(split: DataSplit, records: Records) -> tuple[Tensor, NDArray[np.float64]]:
+    """Return which records have a time, and the time of each: NaN without one."""
+    assert split.time is not None
+    column = records[split.time]
+    if bool((column.row_lengths() > 1).any()):
+        raise DataError(f"cannot split by time: a record has several values in column {split.time!r}")
+    values = column.flat_values.double()
+    are_times = any(isinstance(at, str) for at in (split.evaluate_from, split.predict_from))
+    if column.dtype is torch.uint8 or are_times:
+        column, values = _moments(column, split.time, are_times)
+    timed = column.row_lengths() == 1
+    seconds = np.full(len(records), np.nan)
+    seconds[timed.numpy()] = values.numpy()
+    return timed, seconds
 
 
 def _moments(column: RaggedTensor, name: str, are_times: bool) -> tuple[RaggedTensor, Tensor]:

@@ -31,11 +31,14 @@ from monolith.model.din import DeepInterest
 from monolith.model.dlrm import DLRM
 from monolith.model.ffm import FFM
 from monolith.model.mmoe import MMoE
+from monolith.model.next_item import HSTU, SEQUENCE_DEFAULTS, GRU4Rec, SASRec, SequenceOptions
 from monolith.model.ready import MODEL_DEFAULTS, ModelOptions, PlacementOptions, ReadyModel
+from monolith.model.retrieval import RetrievalModel
+from monolith.model.sequence_ranker import SequenceRanker
 from monolith.model.two_tower import TwoTower
 from monolith.table import Initializer, Optimizer
 
-NamedModel = ReadyModel | TwoTower
+NamedModel = ReadyModel | RetrievalModel
 
 MODELS: Mapping[str, type[NamedModel]] = {
     "deepfm": DeepFM,
@@ -44,7 +47,11 @@ MODELS: Mapping[str, type[NamedModel]] = {
     "ffm": FFM,
     "mmoe": MMoE,
     "din": DeepInterest,
+    "sequence_ranker": SequenceRanker,
     "two_tower": TwoTower,
+    "sasrec": SASRec,
+    "hstu": HSTU,
+    "gru4rec": GRU4Rec,
 }
 """By the name that a file uses."""
 
@@ -123,7 +130,8 @@ def model_settings(kind: str) -> Any:
         if parameter.kind is parameter.VAR_KEYWORD:  # `Unpack` of a TypedDict: the options of all models
             (options,) = typing.get_args(hint)
             types = typing.get_type_hints(options)
-            found |= {name: (types[name], MODEL_DEFAULTS[name]) for name in types}  # type: ignore[literal-required]
+            defaults: Mapping[str, Any] = SEQUENCE_DEFAULTS if options is SequenceOptions else MODEL_DEFAULTS
+            found |= {name: (types[name], defaults[name]) for name in types}
         else:
             found[parameter.name] = (hint, parameter.default)
     fields: list[Any] = []
@@ -138,7 +146,8 @@ def model_settings(kind: str) -> Any:
 
 def setting_docs(kind: str) -> dict[str, str]:
     """Return the documentation of each setting of a ready model, by name."""
-    docs = [argument_docs(source) for source in (PlacementOptions, ModelOptions, MODELS[kind])]
+    sources = (PlacementOptions, ModelOptions, SequenceOptions, MODELS[kind])
+    docs = [argument_docs(source) for source in sources]
     return {name: text for found in docs for name, text in found.items()}
 
 

@@ -26,6 +26,7 @@ from monolith.feature import (
     NONE,
     ROW_OPTIMIZER,
     Combiner,
+    Each,
     FeatureColumn,
     FeatureSlice,
     FeatureSlot,
@@ -196,10 +197,17 @@ def _decorated(one: RowSettings) -> Optimizer | None:
 
 
 def features_of(spec: FeatureSpec) -> list[Feature]:
-    """Return the features of ids that batches of a spec have, in their order."""
+    """Return the features of ids that batches of a spec have and that read rows, in their order."""
     found = []
     for name, one in spec.features.items():
-        if isinstance(one, FloatFeature | HistoryFeature):
+        if isinstance(one, FloatFeature):
+            continue
+        if isinstance(one, HistoryFeature):
+            found += [
+                Feature(name=each.name, combiner=Each(), shares=each.feature)
+                for each in spec.histories[name]
+                if each.feature is not None  # times have no rows: a model reads them as they are
+            ]
             continue
         kept = isinstance(one, SequenceFeature) and one.combiner is None
         combiner = FirstN(one.length) if kept else _POOLED[one.combiner]  # type: ignore[union-attr, index]

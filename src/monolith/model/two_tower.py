@@ -1,19 +1,17 @@
-"""TwoTower: retrieval by one vector for the user and one for the item, which never meet before the score.
+"""TwoTower: retrieval by a dense network for the user and one for the item.
 
-Because they do not meet, the items' vectors can be computed once, written out and searched; what a ranking
-model finds by looking at user and item together is the price. It learns by picking the item that was wanted
-out of a sample: the items of the batch, with those that negative sampling put there.
+It learns by picking the item that was wanted out of a sample: the items of the batch, with those that
+negative sampling put there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Literal, NamedTuple, Unpack, get_args
+from typing import Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from monolith.errors import ConfigError
 from monolith.feature import CONCAT, Batch, FeatureSpec, Layout
@@ -28,23 +26,14 @@ from monolith.model.ready import (
     check_combined,
     tower,
 )
+from monolith.model.retrieval import PickedItems, RetrievalModel, Similarity, positive_examples
 from monolith.nn import ItemFrequency, accidental_hits, sampled_softmax_loss
 
 USER, ITEM = "user", "item"
-Similarity = Literal["dot", "cosine"]
 Negatives = Literal["batch", "sampled", "both"]
 
 
-class PickedItems(NamedTuple):
-    """What `TwoTower.pick` returns."""
-
-    loss: Tensor
-    """Scalar: the mean over the examples that are positive."""
-    scores: Tensor
-    """float of shape (examples,): of each user with the item of its own example."""
-
-
-class TwoTower(nn.Module):
+class TwoTower(RetrievalModel):
     """A tower for users and one for items, and the softmax that trains them.
 
     Shapes: n examples in; vectors float32 of shape (n, out) of users and of items, scores of shape (n,).
@@ -98,37 +87,25 @@ class TwoTower(nn.Module):
         frequency_buckets: int = 1 << 16,
         **options: Unpack[ModelOptions],
     ) -> None:
-        super().__init__()
-        for name, given, known in (
-            ("similarity", similarity, get_args(Similarity)),
-            ("negatives", negatives, get_args(Negatives)),
-        ):
-            if given not in known:
-                raise ConfigError(f"TwoTower: {name} must be one of {', '.join(known)}, got {given!r}")
-        if temperature is None:
-            temperature = 1.0 if similarity == "dot" else 0.1
-        if not temperature > 0:
-            raise ConfigError(f"TwoTower: temperature must be above 0, got {temperature}")
-        if out < 1:
-            raise ConfigError(f"TwoTower: out must be at least 1, got {out}")
         inputs = ModelInputs("TwoTower", features, options)
         chosen, numbers = inputs.features, inputs.floats.widths
+        if temperature is None:
+            temperature = 1.0 if similarity == "dot" else 0.1
+        super().__init__(chosen.spec, similarity, temperature)
+        if negatives not in get_args(Negatives):
+            known = ", ".join(get_args(Negatives))
+            raise ConfigError(f"TwoTower: negatives must be one of {known}, got {negatives!r}")
+        if out < 1:
+            raise ConfigError(f"TwoTower: out must be at least 1, got {out}")
         sides = _sides(list(chosen.names), list(numbers), user, item)
-        self.spec = chosen.spec
-        """What turns raw data into what it reads, and what its checkpoints keep; None if it was made of
-        features by hand."""
-        self.item_features = sides[ITEM]
-        """The features of the item tower."""
-        self.user_features = sides[USER]
-        """The features of the user tower."""
+        self.item_features, self.user_features = sides[ITEM], sides[USER]
         self.item_id = _id_feature(chosen, "item_id", item_id, sides[ITEM])
-        """The feature that says which item an example is about."""
         if user_id is None and self.spec is not None:
             user_id = self.spec.group
         self.user_id = user_id
         """The feature that says whose example it is; None if nothing does."""
         self.out = out
-        self.similarity, self.temperature, self.negatives = similarity, temperature, negatives
+        self.negatives = negatives
         layouts, widths = [], chosen.widths(dim)
         towers: dict[str, nn.Module] = {}
         self._numbers: dict[str, FloatFeatures] = {}
@@ -166,31 +143,14 @@ class TwoTower(nn.Module):
             floats: The float features by name, where `batch` is not a `Batch`, which holds them itself.
         """
         read = self.embeddings(batch)
-        return (self._vectors(USER, read, batch, floats) * self._vectors(ITEM, read, batch, floats)).sum(
-            1
-        ) / self.temperature
+        users, items = (self._vectors(side, read, batch, floats) for side in (USER, ITEM))
+        return self.score(users, items)
 
     def users(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the vector of the user of each example: float of shape (examples, out)."""
         return self._vectors(USER, self.embeddings(batch), batch, floats)
 
     def items(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the vector of the item of each example: float of shape (examples, out).
-
-        The batch may have the features of items alone.
-        """
         return self._vectors(ITEM, self.embeddings(batch), batch, floats)
-
-    @property
-    def item_spec(self) -> FeatureSpec:
-        """What reads a table of items, one record each: the features of the item tower, without labels.
-
-        Raises:
-            ConfigError: The model was made of features by hand.
-        """
-        if self.spec is None:
-            raise ConfigError("TwoTower: it was made of features by hand, so nothing says how items are read")
-        return self.spec.only(name for name in self.item_features if name in self.spec.features)
 
     def pick(self, batch: Batch) -> PickedItems:
         """Return how badly the users of positive examples pick their items out of the batch's.
@@ -201,7 +161,7 @@ class TwoTower(nn.Module):
         read = self.embeddings(batch)
         users, items = self._vectors(USER, read, batch, None), self._vectors(ITEM, read, batch, None)
         device = users.device
-        positive = _positive(batch).to(device)
+        positive = positive_examples(batch).to(device)
         own = positive.nonzero().flatten()
         # Where only drawn ones are negatives, other positives are no candidates of a query.
         ids = batch.ids.first(self.item_id).to(device)
@@ -215,7 +175,7 @@ class TwoTower(nn.Module):
         hits = accidental_hits(ids[own], ids, whose) | ~offered
         scores = users[own] @ items.t() / self.temperature
         loss = sampled_softmax_loss(scores, own, log_q=log_q, hits=hits)
-        return PickedItems(loss, (users * items).sum(1) / self.temperature)
+        return PickedItems(loss, self.score(users, items))
 
     def _vectors(
         self, side: str, read: Mapping[str, Tensor], batch: ModelInput, floats: Mapping[str, Tensor] | None
@@ -223,14 +183,7 @@ class TwoTower(nn.Module):
         numbers = self._numbers[side].read(batch, floats, self.embeddings.device)
         x = read[side] if numbers is None else torch.cat([read[side], numbers], 1)
         made: Tensor = (self.user_tower if side == USER else self.item_tower)(x)
-        return functional.normalize(made, dim=1) if self.similarity == "cosine" else made
-
-
-def _positive(batch: Batch) -> Tensor:
-    """Return which examples are positive, by any of their labels."""
-    if not batch.labels:
-        return torch.ones(len(batch), dtype=torch.bool)
-    return torch.stack([label > 0 for label in batch.labels.values()]).any(0)
+        return self.compared(made)
 
 
 def _sides(

@@ -147,8 +147,8 @@ class ExportConfig(Checked):
 INPUTS = ("data", "kafka", "data_service", "admission", "candidates")
 """Groups that a task receives unchanged, each by a setting of its type."""
 
-TWO_TOWER = "two_tower"
-"""The type of the ready model that retrieves items, and is measured among all of them."""
+RETRIEVAL = ("two_tower", "sasrec", "hstu", "gru4rec")
+"""The types of ready models that retrieve items, and are measured among all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +226,7 @@ class RunConfig(Checked):
     @property
     def retrieves(self) -> bool:
         """Whether the run is defined by its config alone, and its model retrieves items."""
-        return self.job.task is None and self.model.get("type") == TWO_TOWER
+        return self.job.task is None and self.model.get("type") in RETRIEVAL
 
     @property
     def inputs(self) -> dict[str, object]:
@@ -311,13 +311,14 @@ class RunConfig(Checked):
         if self.retrieves and self.candidates is None:
             yield Problem(
                 ("candidates", "model", "job.task"),
-                "a two-tower model is measured among all items; say where they are, as in [candidates] "
-                'path = "items.csv"',
+                f"a model of type {self.model.get('type')} is measured among all items; say where they are, "
+                'as in [candidates] path = "items.csv"',
             )
         if self.candidates is not None and self.model and self.job.task is None and not self.retrieves:
             yield Problem(
                 ("candidates", "model", "job.task"),
-                f'candidates are of a model with type = "{TWO_TOWER}"; this one scores what the data has',
+                f"candidates are of models that retrieve items ({', '.join(RETRIEVAL)}); this one scores "
+                "what the data has",
             )
         topics = [self.kafka, None if self.data is None else self.data.kafka]
         for name in [name for one in topics if one is not None for name in one.settings]:

@@ -29,11 +29,11 @@ from monolith.data.served import ServedSpec
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureSpec
 from monolith.feature.spec import RowSettings
-from monolith.model import TwoTower, UpdateConfig
+from monolith.model import RetrievalModel, UpdateConfig
 from monolith.model.by_name import ModelConfig
 from monolith.nn import optimizers as own
 from monolith.nn.losses import Target
-from monolith.runtime.config import TWO_TOWER
+from monolith.runtime.config import RETRIEVAL
 from monolith.table import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.retrieval import RetrievalTask
@@ -208,7 +208,7 @@ class ConfigTask(Task):
             if self.data.served
             else HistoryConfig.from_spec(self.features, max_users=self.data.history_users)
         )
-        types = self._as_stored(self.features).columns
+        types = self._as_stored(self.features).source_columns
         return self.data.pipeline(PARTS[mode], self.batch_size, types=types, histories=histories)
 
     def dataset(self, mode: Mode) -> Stream[Batch]:
@@ -287,8 +287,10 @@ class ConfigRetrievalTask(ConfigTask, RetrievalTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.network.type != TWO_TOWER:
-            raise ConfigError(f"a model of type {self.network.type} has no candidates; {TWO_TOWER} has")
+        if self.network.type not in RETRIEVAL:
+            raise ConfigError(
+                f"a model of type {self.network.type} has no candidates; {', '.join(RETRIEVAL)} have"
+            )
         if self.scores:
             raise ConfigError("scores: a two-tower model is measured by candidates.ks; leave scores out")
         if self.barred is not None:
@@ -309,13 +311,16 @@ class ConfigRetrievalTask(ConfigTask, RetrievalTask):
 
     def candidates(self) -> Stream[Batch]:
         model = self.model()
-        assert isinstance(model, TwoTower)
+        assert isinstance(model, RetrievalModel)
         spec = model.item_spec
         table = DataConfig(path=self.items.path, format=self.items.format)
         return table.pipeline("train", self.items.batch_size, types=spec.columns).to_batches(spec)
 
     def metrics(self, mode: Mode) -> Sequence[str]:
         return RetrievalTask.metrics(self, mode)
+
+    def protocol(self, mode: Mode) -> str:
+        return f"{self.data.protocol(PARTS[mode])}; {RetrievalTask.protocol(self, mode)}"
 
     def describe(self) -> Mapping[str, Any]:
         return {**super().describe(), "candidates": to_dict(self.items)}

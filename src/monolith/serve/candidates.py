@@ -352,7 +352,7 @@ def _with_parts(spec: FeatureSpec, names: Sequence[str]) -> list[str]:
     """Return features with those that crosses among them are of."""
     found = dict.fromkeys(names)
     for name in names:
-        one = spec.features[name]
+        one = spec.features.get(name)  # none of a list of a history, or of time gaps
         if isinstance(one, CrossFeature):
             found |= dict.fromkeys(_with_parts(spec, one.of))
     return list(found)

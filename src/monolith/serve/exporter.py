@@ -26,7 +26,7 @@ from monolith.checkpoint.offline.reading import SavedTables
 from monolith.config import config_from_mapping, to_dict
 from monolith.errors import ConfigError, CorruptFileError, ExportError
 from monolith.feature import FeatureSpec
-from monolith.model import EmbeddingCollection, TwoTower
+from monolith.model import EmbeddingCollection, RetrievalModel
 from monolith.observe import Progress
 from monolith.serve.dense import compile_graph
 from monolith.serve.export_tables import Advance, ExpiredRows, TableCodings, export_table, saved_history
@@ -207,7 +207,8 @@ class Exporter:
         if how.as_module and model.factory is None:
             raise ExportError("to be served as a Python module, the model needs a factory function")
         model.module.eval()
-        self._towers = next((part for part in model.module.modules() if isinstance(part, TwoTower)), None)
+        towers = (part for part in model.module.modules() if isinstance(part, RetrievalModel))
+        self._towers = next(towers, None)
         self._tower_graphs: dict[str, bytes] = {}
         self._traced: dict[tuple[str, ...], TracedDense] = {}
         if not how.as_module:
@@ -474,7 +475,7 @@ class Exporter:
         return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _describe_towers(model: TwoTower) -> ServableTowers:
+def _describe_towers(model: RetrievalModel) -> ServableTowers:
     return ServableTowers(
         item_id=model.item_id,
         user=model.user_features,

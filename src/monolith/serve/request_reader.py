@@ -35,7 +35,15 @@ from monolith.data.formats.memory import are_whole, is_missing, seconds_of, valu
 from monolith.data.formats.tables import frame_records
 from monolith.data.records import empty_rows
 from monolith.errors import ConfigError, DataError, MonolithError, RequestError, RequestTooLargeError
-from monolith.feature import Batch, CrossFeature, FeatureIds, FeatureSpec, FloatFeature, SequenceFeature
+from monolith.feature import (
+    Batch,
+    CrossFeature,
+    FeatureIds,
+    FeatureSpec,
+    FloatFeature,
+    HistoryFeature,
+    SequenceFeature,
+)
 from monolith.feature.gathering import PackedBatch
 from monolith.feature.spec.packing import RawCells
 from monolith.feature.spec.times import TIME
@@ -112,9 +120,8 @@ class RequestReader:
             )
             self._ignored: frozenset[str] = frozenset()
         else:
-            serving = spec.only(
-                spec.features
-            )  # without labels, and without an event time that no feature reads
+            # Without labels, and without an event time that no feature reads.
+            serving = spec.only(spec.read_features)
             self._reader = serving.reader
             self.inputs = _inputs_of(serving, kinds or {})
             # The packed way takes one plain value per row, so a model that reads lists cannot use it.
@@ -345,22 +352,22 @@ def kinds_of(batch: Batch) -> dict[str, Kind]:
 
 
 def _inputs_of(spec: FeatureSpec, kinds: Mapping[str, Kind]) -> tuple[TensorSpec, ...]:
-    lists = {
-        one.column or name
-        for name, one in spec.features.items()
-        if isinstance(one, SequenceFeature) and one.separator is None
-    }
-    widths = {
-        one.column or name: one.width
-        for name, one in spec.features.items()
-        if isinstance(one, FloatFeature) and one.separator is None
-    }
+    lists: set[str] = set()
+    widths: dict[str, int] = {}
     # A column with a separator may be one text or a list of its items: both are accepted.
-    split = {
-        one.column or name
-        for name, one in spec.features.items()
-        if not isinstance(one, CrossFeature) and one.separator is not None
-    }
+    split: set[str] = set()
+    for name, one in spec.read_features.items():
+        if isinstance(one, CrossFeature):
+            continue
+        columns = {one.column or name}
+        if isinstance(one, HistoryFeature):
+            columns = {each.column for each in spec.histories[name]}
+        if one.separator is not None:
+            split |= columns
+        elif isinstance(one, SequenceFeature | HistoryFeature):
+            lists |= columns
+        elif isinstance(one, FloatFeature):
+            widths[one.column or name] = one.width
     found = []
     for column, dtype in spec.inputs.items():
         width = widths.get(column, 1)

@@ -125,7 +125,7 @@ class Candidates:
         ks: Sequence[int],
         barred: RaggedTensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return recall@k, ndcg@k, hit_rate@k for each k, and mrr, of each query among all candidates.
+        """Return recall@k, ndcg@k, hit_rate@k, mrr@k for each k, and mrr, of each query among all candidates.
 
         A relevant item that is no candidate counts as not found.
 

@@ -24,7 +24,7 @@ class CandidatesConfig(Checked):
     batch_size: int = 4096
     """How many items go through the item tower at a time."""
     ks: tuple[int, ...] = (10, 100)
-    """How many of the best candidates count, for recall@k, ndcg@k and hit_rate@k."""
+    """How many of the best candidates count, for recall@k, ndcg@k, hit_rate@k and mrr@k."""
     barred: str | None = None
     """The feature of ids that an evaluation does not offer, such as what the user has seen before; what was
     wanted is offered all the same. None offers all candidates."""

@@ -27,21 +27,22 @@ from torch import Tensor, nn
 from monolith.data import Stream
 from monolith.errors import ConfigError
 from monolith.feature import Batch
-from monolith.model import TwoTower
+from monolith.model import RetrievalModel
 from monolith.tensors import RaggedTensor
 from monolith.train.candidates import Candidates, ranking_names, towers_of
 from monolith.train.task import Mode, Outputs, Task
 
 
 class RetrievalTask(Task):
-    """A task that learns which items to retrieve for a user. Its model is, or contains, a `TwoTower`.
+    """A task that learns which items to retrieve for a user. Its model is, or contains, a
+    `RetrievalModel`, such as `TwoTower` or `HSTU`.
 
     Examples:
         >>> from monolith import FeatureSpec, IdFeature, Label, MemorySource, Mode, Pipeline, RetrievalTask
         >>> from monolith import TrainConfig, Trainer, TwoTower
         >>> spec = FeatureSpec(features={"user": IdFeature(), "item": IdFeature()}, labels={"click": Label()})
         >>> class Retrieve(RetrievalTask):
-        ...     ks = (1, 2)
+        ...     ks = (2,)
         ...     def dataset(self, mode: Mode):
         ...         data = {"user": [1, 2, 3, 4], "item": [7, 8, 7, 8], "click": [1, 1, 1, 1]}
         ...         return Pipeline(MemorySource(data, batch_size=4)).to_batches(spec)
@@ -54,11 +55,13 @@ class RetrievalTask(Task):
         >>> trainer.train().step
         1
         >>> sorted(trainer.evaluate())
-        ['examples', 'hit_rate@1', 'hit_rate@2', 'loss', 'mrr', 'ndcg@1', 'ndcg@2', 'recall@1', 'recall@2']
+        ['examples', 'hit_rate@2', 'loss', 'mrr', 'mrr@2', 'ndcg@2', 'recall@2']
+        >>> Retrieve().protocol(Mode.EVALUATE)
+        'full ranking over all candidates; ties count as the mean over all orders'
     """
 
     ks: Sequence[int] = (10, 100)
-    """How many of the best candidates count, for recall@k, ndcg@k and hit_rate@k."""
+    """How many of the best candidates count, for recall@k, ndcg@k, hit_rate@k and mrr@k."""
     barred: str | None = None
     """A feature of ids that are not offered in an evaluation, such as what the user has seen before."""
 
@@ -73,7 +76,7 @@ class RetrievalTask(Task):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
         """Pick each item out of its batch; where candidates are ready, rank it among them, too."""
-        picked = _two_tower(model).pick(batch)
+        picked = _retrieval_model(model).pick(batch)
         head = next(iter(batch.labels), "prediction")
         measures = {}
         if self._candidates is not None:
@@ -82,7 +85,7 @@ class RetrievalTask(Task):
 
     def predictions(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Score each user with the item of its own example, and with no other."""
-        scores: Tensor = _two_tower(model)(batch)
+        scores: Tensor = _retrieval_model(model)(batch)
         return {next(iter(batch.labels), "prediction"): scores}
 
     def meaning(self, head: str) -> Literal["score"]:  # noqa: ARG002
@@ -95,6 +98,11 @@ class RetrievalTask(Task):
 
     def measures(self, mode: Mode) -> Sequence[str]:
         return ranking_names(self.ks) if mode is Mode.EVALUATE else ()
+
+    def protocol(self, mode: Mode) -> str:  # noqa: ARG002
+        """Return how the wanted items are ranked; a task adds how its data is split."""
+        without = "" if self.barred is None else f" but those in {self.barred!r} of each example"
+        return f"full ranking over all candidates{without}; ties count as the mean over all orders"
 
     @contextmanager
     def reading(self, model: nn.Module, mode: Mode) -> Iterator[None]:
@@ -122,8 +130,11 @@ class RetrievalTask(Task):
         return candidates.ranked(towers.users(batch), wanted, self.ks, barred)
 
 
-def _two_tower(model: nn.Module) -> TwoTower:
-    found = next((part for part in model.modules() if isinstance(part, TwoTower)), None)
+def _retrieval_model(model: nn.Module) -> RetrievalModel:
+    found = next((part for part in model.modules() if isinstance(part, RetrievalModel)), None)
     if found is None:
-        raise ConfigError(f"a RetrievalTask trains a TwoTower; its model is a {type(model).__name__}")
+        raise ConfigError(
+            "a RetrievalTask trains a RetrievalModel, such as TwoTower or HSTU; its model is a "
+            f"{type(model).__name__}"
+        )
     return found

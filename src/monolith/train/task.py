@@ -212,6 +212,13 @@ class Task(ABC):
         """Return the names of the `measures` of its outputs."""
         return ()
 
+    def protocol(self, mode: Mode) -> str | None:  # noqa: ARG002
+        """Return how an evaluation on the data of a mode is made, in a line that is printed with its metrics.
+
+        By default None: the names of the metrics say it.
+        """
+        return None
+
     def reading(self, model: nn.Module, mode: Mode) -> AbstractContextManager[object]:  # noqa: ARG002
         """Return what holds while a model, as it stands and in eval mode, reads the data of a mode.
 

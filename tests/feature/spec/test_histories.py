@@ -151,6 +151,50 @@ def test_one_that_the_pipeline_makes_needs_event_times():
         replace(with_history(with_=(), by="user"), event_time=None)
 
 
+def test_the_data_has_no_columns_that_the_pipeline_makes_and_what_decides_who_enters():
+    spec = with_history(by="user", only="liked")
+    assert spec.source_columns == {
+        "user": torch.int64,
+        "item": torch.uint8,
+        "action": torch.int64,
+        "at": TIME,
+        "liked": torch.float32,
+    }
+    assert SPEC.source_columns == SPEC.columns
+
+
+# Parts
+
+
+@pytest.mark.parametrize("fids", [False, True])
+def test_a_part_with_it_reads_the_same_ids_without_the_columns_of_what_it_lists(fids):
+    whole = replace(with_history(by="user"), fids=fids)
+    part = whole.only(["history"])
+    assert (part.ids, set(part.columns)) == (NAMES, {*NAMES, "at"})
+    columns = {
+        "history": [[b"a", b"b"], []],
+        "history.action": [[1, 2], []],
+        "history.time": [[10, 20], []],
+    }
+    assert made(part, **columns) == made(whole, **columns)
+    assert part.only(part.read_features).ids == NAMES  # a part of a part
+    assert part.optional == ("at",)  # an example needs no time for the times of its steps
+
+
+def test_a_part_may_be_named_by_a_list_of_it():
+    assert SPEC.only(["history.action", "user"]).ids == ("user", *NAMES)
+    assert SPEC.only(["item"]).ids == ("item",)
+
+
+def test_rows_of_the_part_are_those_of_the_whole():
+    shared = replace(SPEC, features={"product": IdFeature(kind="string"), **FEATURES}, fids=True)
+    shared = replace(shared, features={**shared.features, "item": IdFeature(kind="string", shares="product")})
+    part = shared.only(["history", "action"])
+    assert {name: part.slots[name] for name in part.slots} == {
+        name: shared.slots[name] for name in ("action", "history", "history.action")
+    }
+
+
 # Reading
 
 

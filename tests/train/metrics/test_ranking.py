@@ -20,7 +20,7 @@ from monolith.train.metrics import MetricSet, RankingMetric, Windowed, make_metr
 
 def plain(scores: list[float], gains: list[float], k: int) -> dict[str, float]:
     """The definition, as the mean over every order of candidates that tie."""
-    sums = dict.fromkeys((f"recall@{k}", f"ndcg@{k}", f"hit_rate@{k}", "mrr"), 0.0)
+    sums = dict.fromkeys((f"recall@{k}", f"ndcg@{k}", f"hit_rate@{k}", f"mrr@{k}", "mrr"), 0.0)
     ideal = sum(gain / math.log2(rank + 2) for rank, gain in enumerate(sorted(gains, reverse=True)[:k]))
     orders = 0
     for order in itertools.permutations(range(len(scores))):
@@ -33,7 +33,9 @@ def plain(scores: list[float], gains: list[float], k: int) -> dict[str, float]:
         dcg = sum(gain / math.log2(rank + 2) for rank, gain in enumerate(wanted[:k]))
         sums[f"ndcg@{k}"] += dcg / ideal
         sums[f"hit_rate@{k}"] += float(any(wanted[:k]))
-        sums["mrr"] += 1 / (1 + next(rank for rank, gain in enumerate(wanted) if gain))
+        first = 1 + next(rank for rank, gain in enumerate(wanted) if gain)
+        sums[f"mrr@{k}"] += 1 / first if first <= k else 0
+        sums["mrr"] += 1 / first
     return {name: total / orders for name, total in sums.items()}
 
 
@@ -67,7 +69,9 @@ def test_a_table_of_scores_is_ranked_row_by_row() -> None:
     assert found["recall@1"].tolist() == [0, 0]
     assert found["hit_rate@2"].tolist() == [1, 0]
     assert found["mrr"].tolist() == pytest.approx([1 / 2, 1 / 3])
-    assert list(found) == ["recall@1", "recall@2", "ndcg@1", "ndcg@2", "hit_rate@1", "hit_rate@2", "mrr"]
+    assert found["mrr@2"].tolist() == [1 / 2, 0]
+    kinds = ("recall", "ndcg", "hit_rate", "mrr")
+    assert list(found) == [*(f"{kind}@{k}" for kind in kinds for k in (1, 2)), "mrr"]
 
 
 @pytest.mark.parametrize(
@@ -121,9 +125,10 @@ def test_they_are_requested_by_name_next_to_others() -> None:
     assert metrics.values() == pytest.approx({"click/auc": 2 / 3, "click/recall@2": 1, "click/mrr": 0.5})
     assert isinstance(metrics.heads["click"]["recall@2"], Windowed)
     assert isinstance(make_metric("mrr"), RankingMetric)
+    assert make_metric("mrr@5").name == "mrr@5"
 
 
-@pytest.mark.parametrize("name", ["recall", "recall@0", "mrr@5", "recall@x", "precision@5"])
+@pytest.mark.parametrize("name", ["recall", "recall@0", "mrr@0", "recall@x", "precision@5"])
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="recall@10"):
         make_metric(name)

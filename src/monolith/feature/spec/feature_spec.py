@@ -257,6 +257,11 @@ class FeatureSpec:
 
     # What it reads
 
+    @property
+    def read_features(self) -> Mapping[str, AnyFeature]:
+        """The features that batches have: all of them, but for those that a spec of `only` just names."""
+        return self.features
+
     @cached_property
     def columns(self) -> dict[str, torch.dtype]:
         """Every column it reads -> its type in the data: int64, float32, or uint8 for texts.
@@ -270,7 +275,7 @@ class FeatureSpec:
     def inputs(self) -> dict[str, torch.dtype]:
         """The columns of features and of the event time -> their types."""
         found: dict[str, torch.dtype] = {}
-        for name, one in self.features.items():
+        for name, one in self.read_features.items():
             for column, dtype in self._columns_of(name, one):
                 known = found.setdefault(column, dtype)
                 if TIME in (known, dtype):
@@ -301,6 +306,21 @@ class FeatureSpec:
         columns = (label.column or task for task, label in self.labels.items())
         return {column: torch.float32 for column in columns if column not in self.inputs}
 
+    @cached_property
+    def source_columns(self) -> dict[str, torch.dtype]:
+        """The columns to read from the data -> their types: `columns` without the histories that the pipeline
+        makes (`by`), and with those that decide which events enter one (`only`)."""
+        found = dict(self.columns)
+        for name, lists in self.histories.items():
+            one = self.features[name]
+            assert isinstance(one, HistoryFeature)
+            if one.by is not None:
+                for each in lists:
+                    found.pop(each.column, None)
+                if one.only is not None and one.only not in self.labels:
+                    found.setdefault(one.only, torch.float32)
+        return found
+
     @property
     def required(self) -> tuple[str, ...]:
         """The columns that must be there."""
@@ -313,7 +333,7 @@ class FeatureSpec:
         """The features of ids in a batch, in order, those of time gaps behind their sequences, and the lists
         of a history behind it. Times of a history have no rows: see `with_rows`."""
         names: list[str] = []
-        for name, one in self.features.items():
+        for name, one in self.read_features.items():
             if isinstance(one, HistoryFeature):
                 names += [each.name for each in self.histories[name]]
             elif not isinstance(one, FloatFeature):
@@ -331,7 +351,7 @@ class FeatureSpec:
     @cached_property
     def floats(self) -> dict[str, int]:
         """The features of numbers in a batch -> their width."""
-        return {name: one.width for name, one in self.features.items() if isinstance(one, FloatFeature)}
+        return {name: one.width for name, one in self.read_features.items() if isinstance(one, FloatFeature)}
 
     @cached_property
     def slots(self) -> dict[str, int]:
@@ -386,7 +406,7 @@ class FeatureSpec:
     @property
     def to_learn(self) -> tuple[str, ...]:
         """The features with means or boundaries that `fit` has not learned yet."""
-        return tuple(name for name, one in self.features.items() if _is_to_learn(one))
+        return tuple(name for name, one in self.read_features.items() if _is_to_learn(one))
 
     def make(self, records: RawColumns) -> Batch:
         """Return what a model reads of some records.
@@ -445,31 +465,49 @@ class FeatureSpec:
         Raises:
             ConfigError: A name is none of a feature, or a cross is to be read without what it is of.
         """
-        wanted = set(names)
-        for name in wanted - self.features.keys():
-            raise ConfigError(f"there is no feature {name!r}; {_near(name, self.features)}")
+        # A model has names for the lists of histories and for time gaps, which are read with their feature.
+        lists = {each.name: name for name, found in self.histories.items() for each in found}
+        lists |= {name + GAP: name for name in self.features}
+        wanted = {lists.get(name, name) for name in names}
+        for name in wanted - self.read_features.keys():
+            raise ConfigError(f"there is no feature {name!r}; {_near(name, self.read_features)}")
+        listed = {
+            each.feature
+            for name, found in self.histories.items()
+            if name in wanted
+            for each in found
+            if each.feature is not None
+        }
         leads: dict[str, str] = {}  # owner of rows -> the first that is kept and reads them
         kept: dict[str, AnyFeature] = {}
         for name, one in self.features.items():
-            if name not in wanted:
+            if name not in wanted and name not in listed:
                 continue
             kept[name] = one
-            if isinstance(one, RowSettings):
+            if isinstance(one, HistoryFeature):
+                kept[name] = replace(one, by=None, only=None)
+            elif isinstance(one, RowSettings):
                 owner = self.owner(name)
-                first = owner if owner in wanted else leads.setdefault(owner, name)
+                first = owner if owner in wanted | listed else leads.setdefault(owner, name)
                 alone = first == name
                 slot = self.slots.get(name, one.slot) if alone else None
                 kept[name] = replace(one, shares=None if alone else first, slot=slot)
-        timed = any(isinstance(one, SequenceFeature) and one.times is not None for one in kept.values())
-        narrow = replace(
-            self,
-            features=kept,
-            labels={},
-            event_time=self.event_time if timed else None,
-            group=self.group if self.group in wanted else None,
-            optional=(),
-        )
-        return replace(narrow, optional=tuple(name for name in self.optional if name in narrow.inputs))
+        gapped = any(isinstance(one, SequenceFeature) and one.times is not None for one in kept.values())
+        timed = any(isinstance(one, HistoryFeature) and self.event_time in one.with_ for one in kept.values())
+        given = {each.name: getattr(self, each.name) for each in fields(FeatureSpec)}
+        given |= {
+            "features": kept,
+            "labels": {},
+            "event_time": self.event_time if gapped or timed else None,
+            "group": self.group if self.group in wanted else None,
+            "optional": (),
+        }
+        unread = tuple(name for name in kept if name not in wanted)
+        narrow = PartialSpec(**given, unread=unread) if unread else FeatureSpec(**given)
+        optional = dict.fromkeys(name for name in self.optional if name in narrow.inputs)
+        if timed and not gapped and self.event_time is not None:  # a history has times without it
+            optional[self.event_time] = None
+        return replace(narrow, optional=tuple(optional))
 
     # As text
 
@@ -541,6 +579,18 @@ class FeatureSpec:
                     f"the slot of {name!r} is {slot} in this model and {other.slots[name]} in the checkpoint"
                 )
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialSpec(FeatureSpec):
+    """A part of a spec, as `only` returns it, with a history and without a feature that the history lists."""
+
+    unread: tuple[str, ...] = ()
+    """Features that histories name: no column of theirs is read, and batches do not have them."""
+
+    @property
+    def read_features(self) -> Mapping[str, AnyFeature]:
+        return {name: one for name, one in self.features.items() if name not in self.unread}
 
 
 def differences(one: AnyFeature, other: AnyFeature) -> Iterator[tuple[str, Any, Any]]:

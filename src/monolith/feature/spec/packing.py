@@ -96,7 +96,7 @@ class Packer:
         self._columns: dict[str, str] = {}
         self._floats: dict[str, FloatFeature] = {}
         plans: list[_Plan] = []
-        for name, one in spec.features.items():
+        for name, one in spec.read_features.items():
             is_bucket = isinstance(one, BucketFeature) and one.boundaries is not None
             if is_bucket or (isinstance(one, IdFeature) and one.weights is None):
                 assert isinstance(one, IdFeature | BucketFeature)
@@ -107,7 +107,7 @@ class Packer:
         self._names = tuple(self._columns)
         self._plans = plans
         self._packer = native.IdPacker(plans, torch.uint8, torch.int64, torch.float32)
-        self.packs_all = len(plans) + len(self._floats) == len(spec.features)
+        self.packs_all = len(plans) + len(self._floats) == len(spec.read_features)
         """Whether all features are plain."""
 
     def request_plan(self, inputs: Sequence[tuple[str, native.WireType, bool]]) -> native.RequestPlan | None:

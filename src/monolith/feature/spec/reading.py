@@ -152,7 +152,7 @@ class RawReader:
         self.empty = EmptyCells(
             {
                 name: one.missing
-                for name, one in spec.features.items()
+                for name, one in spec.read_features.items()
                 if isinstance(one, FloatFeature) and one.missing is not None
             }
         )
@@ -237,7 +237,7 @@ class RawReader:
         found.packed = self._packer.ids(records)
         packed = () if found.packed is None else found.packed.names
         numbers = self._packer.floats(records) or {}
-        for name, one in spec.features.items():
+        for name, one in spec.read_features.items():
             if name in packed:
                 continue
             if name in numbers:
@@ -253,7 +253,7 @@ class RawReader:
                 self._history(name, one, records, found)
             elif isinstance(one, FloatFeature):
                 self._floats(name, one, records, found)
-        for name, one in spec.features.items():
+        for name, one in spec.read_features.items():
             if isinstance(one, CrossFeature):
                 self._cross(name, one, found)
         for task, label in spec.labels.items():

@@ -240,7 +240,7 @@ METRICS: dict[str, Callable[[], Metric]] = {
 }
 """The metrics by name: each value makes a new `Metric`.
 
-In addition to these, `recall@10`, `ndcg@10` and `hit_rate@10` are names of metrics, with any k.
+In addition to these, `recall@10`, `ndcg@10`, `hit_rate@10` and `mrr@10` are names of metrics, with any k.
 
 Examples:
     >>> from monolith import METRICS
@@ -258,7 +258,7 @@ def make_metric(name: str) -> Metric:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"no metric is called {name!r}; {hint}Choose one of {', '.join(METRICS)}, "
-            "or of recall@10, ndcg@10 and hit_rate@10, with any k"
+            "or of recall@10, ndcg@10, hit_rate@10 and mrr@10, with any k"
         )
     return METRICS[name]()
 

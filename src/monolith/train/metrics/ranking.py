@@ -3,6 +3,7 @@
     recall@k     the fraction of the relevant items that are among the best k
     hit_rate@k   whether any of them is
     ndcg@k       the gain of the best k, each discounted by its rank, over the most that it could be
+    mrr@k        1 over the rank of the first that was wanted, 0 if that is behind k
     mrr          1 over the rank of the first that was wanted
 
 A query is a group of examples: a user, a session, a request. Candidates of equal score have no order, so each
@@ -26,15 +27,15 @@ from monolith.tensors import RaggedTensor
 from monolith.train.metrics.auc import GroupedExamples
 from monolith.train.metrics.scored import Scored
 
-KINDS = ("recall", "ndcg", "hit_rate")
-"""Those that ask for a k, in the order in which the core writes them."""
 MRR = "mrr"
+KINDS = ("recall", "ndcg", "hit_rate", MRR)
+"""Those that ask for a k, in the order in which the core writes them; mrr may do without."""
 
 
 def ranking_scores(
     scores: Tensor | RaggedTensor, relevance: Tensor | RaggedTensor, ks: Sequence[int] = (10,)
 ) -> dict[str, Tensor]:
-    """Return recall@k, ndcg@k, hit_rate@k for each k, and mrr, of each query.
+    """Return recall@k, ndcg@k, hit_rate@k and mrr@k for each k, and mrr, of each query.
 
     Args:
         scores: Of the candidates of each query: (queries, candidates), or ragged.
@@ -62,7 +63,7 @@ class RankingMetric(GroupedExamples):
 
     Args:
         kind: recall, ndcg, hit_rate or mrr.
-        k: How many of the best candidates count; None for mrr, which asks for none.
+        k: How many of the best candidates count; None is for mrr alone: all of them.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class RankingMetric(GroupedExamples):
         max_examples: int = 1 << 20,
         max_per_group: int = 1 << 16,
     ) -> None:
-        if (k is None) != (kind == MRR) or kind not in (*KINDS, MRR) or (k is not None and k < 1):
+        if kind not in KINDS or (k is None and kind != MRR) or (k is not None and k < 1):
             kinds = ", ".join(KINDS)
             raise ConfigError(f"a ranking metric is {MRR}, or one of {kinds} with a k, as in recall@10")
         self._kind = kind
@@ -83,7 +84,7 @@ class RankingMetric(GroupedExamples):
     def named(cls, name: str) -> RankingMetric | None:
         """Return the metric of a name such as ndcg@10; None if it is none of these."""
         kind, _, k = name.partition("@")
-        if kind not in (*KINDS, MRR) or (k and not k.isdecimal()):
+        if kind not in KINDS or (k and not k.isdecimal()):
             return None
         return cls(kind, int(k) if k else None)
 
@@ -110,7 +111,7 @@ class RankingMetric(GroupedExamples):
 def _computed(
     scores: NDArray[np.float32], gains: NDArray[np.float32], splits: NDArray[np.int64], ks: Sequence[int]
 ) -> dict[str, NDArray[np.float64]]:
-    out = np.empty((len(splits) - 1, 3 * len(ks) + 1))
+    out = np.empty((len(splits) - 1, len(KINDS) * len(ks) + 1))
     try:
         native.ranking_metrics(scores, gains, splits, np.array(ks, np.int64), out)
     except ValueError as cause:

@@ -1,0 +1,137 @@
+"""Histories as models of sequences read them: which features are steps, and when each step happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from monolith.errors import ConfigError, FeatureError
+from monolith.feature import Batch, Each, FeatureSpec, HistoryFeature
+from monolith.model.collection import PreparedBatch
+from monolith.model.features import FeatureSet
+from monolith.model.ready import ModelInput
+from monolith.tensors import RaggedTensor
+
+TIME = ".time"
+"""Behind the name of a history: the feature of its times, in Unix seconds."""
+
+
+class StepFeatures(NamedTuple):
+    """The features of a sequence."""
+
+    history: str
+    """The steps."""
+    item: str
+    """What they are steps of: the feature whose rows they read."""
+    companions: tuple[str, ...]
+    """What is kept along with each step."""
+
+    def read(self, layouts: Mapping[str, RaggedTensor]) -> RaggedTensor:
+        """Return the vector of each step: that of its item, with those of its companions added.
+
+        Args:
+            layouts: Values of shape (steps, dim) by feature.
+
+        Raises:
+            FeatureError: A companion has another number of steps.
+        """
+        history = layouts[self.history]
+        values = history.flat_values
+        for name in self.companions:
+            more = layouts[name].flat_values
+            if len(more) != len(values):
+                raise FeatureError(
+                    f"{name!r} has {len(more)} steps, and {self.history!r} {len(values)}: a step has one of "
+                    "both"
+                )
+            values = values + more
+        return RaggedTensor(values, history.row_splits, validate=False)
+
+
+def step_features(model: str, features: FeatureSet, given: str | None, dim: int) -> StepFeatures:
+    """Return the features of a model's sequence.
+
+    Args:
+        model: The name of the model's class, for errors.
+        given: The history; None finds the only one.
+        dim: Width of a step.
+
+    Raises:
+        ConfigError: There is no history, or several, or its features do not fit together.
+    """
+    kept = [name for name in features.names if isinstance(features[name].combiner, Each)]
+    found = [name for name in kept if not any(name.startswith(f"{other}.") for other in kept)]
+    if given is not None and given not in kept:
+        raise ConfigError(
+            f"{model}: history: {given!r} is no feature of which each ID is kept; there "
+            f"{'are ' + ', '.join(found) if found else 'is none'}"
+        )
+    if given is None and not found:
+        raise ConfigError(f"{model}: needs a history: a HistoryFeature, or a Feature with the combiner Each")
+    if given is None and len(found) > 1:
+        raise ConfigError(f"{model}: features {', '.join(found)} are histories; name one as history")
+    history = found[0] if given is None else given
+    item = features[history].shares
+    if item is None:
+        raise ConfigError(
+            f"{model}: history {history!r} must share the rows of the feature whose values it lists, such as "
+            "the item"
+        )
+    companions = tuple(name for name in kept if name.startswith(f"{history}."))
+    widths = features.widths(dim)
+    for other in (item, history, *companions):
+        if widths[other] != dim:
+            raise ConfigError(
+                f"{model}: feature {other!r} has dim {widths[other]}, and a step has {dim}: their vectors "
+                "are added; leave its dim out, or set the model's"
+            )
+    return StepFeatures(history, item, companions)
+
+
+def max_length_of(said: object, given: int | None) -> int:
+    """Return the most steps of a history: as given, or as its `HistoryFeature` says."""
+    if given is not None:
+        return given
+    return said.max if isinstance(said, HistoryFeature) else 200
+
+
+def has_times(spec: FeatureSpec, history: str | None) -> bool:
+    """Whether histories of a spec have times: the one named, or all."""
+    found = [
+        one
+        for name, one in spec.features.items()
+        if isinstance(one, HistoryFeature) and history in (None, name)
+    ]
+    return all(spec.event_time in one.with_ for one in found)
+
+
+def step_times(batch: ModelInput, history: str, row_splits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return when each step of a history happened, and when its state is asked for.
+
+    A state is asked for when the next step happens; the last one at the event time of the example, or if that
+    is not known, when it happened itself.
+
+    Returns:
+        Two int64 tensors of shape (steps,), on the device of `row_splits`; None twice without times.
+    """
+    if isinstance(batch, PreparedBatch):
+        return None, None
+    ids = batch.ids if isinstance(batch, Batch) else batch
+    event_times = None
+    if isinstance(ids, Mapping):
+        found = ids.get(history + TIME)
+    else:
+        found = ids[history + TIME] if history + TIME in ids.names else None
+        event_times = ids.event_times
+    if not isinstance(found, RaggedTensor):
+        return None, None
+    times = found.flat_values.to(row_splits.device)
+    asked = times.roll(-1)
+    some = row_splits.diff() > 0
+    last = row_splits[1:][some] - 1
+    asked[last] = times[last]
+    if event_times is not None and len(event_times) == len(some):
+        asked[last] = event_times.to(row_splits.device)[some]
+    return times, asked

@@ -1,0 +1,225 @@
+"""SequenceRanker: the click of a user on an item, by what the user did before.
+
+The item is the last step of the sequence, so that the encoder weighs the steps before by it:
+
+    history   [ i1  i2  i3 ]  item i4
+    sequence  [ i1  i2  i3  i4 ]
+    state                   s4, next to the vectors of the other features, becomes the logit
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Unpack, get_args
+
+import torch
+from torch import Tensor, nn
+
+from monolith.errors import ConfigError
+from monolith.feature import CONCAT, Batch, FeatureSpec, Layout
+from monolith.model.features import Feature
+from monolith.model.histories import has_times, max_length_of, step_features, step_times
+from monolith.model.ready import (
+    InputAxes,
+    LogitModel,
+    ModelInput,
+    ModelInputs,
+    ModelOptions,
+    along,
+    check_combined,
+    tower,
+)
+from monolith.nn import GRUEncoder, HSTUEncoder, SASRecEncoder
+from monolith.tensors import RaggedTensor
+
+Encoder = Literal["hstu", "sasrec", "gru"]
+_ENCODERS: Mapping[str, Any] = {"hstu": HSTUEncoder, "sasrec": SASRecEncoder, "gru": GRUEncoder}
+
+
+class SequenceRankerDense(nn.Module):
+    """The dense half of `SequenceRanker`: an encoder over steps, and an MLP over its last state and the rest.
+
+    Args:
+        encoder: What reads the steps.
+        plain: Floats of the other features' vectors.
+        floats: How many numbers an example has.
+        mlp: Keyword arguments of the MLP's `tower`.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, dim: int, plain: int, floats: int, hidden: Sequence[int], mlp: Any
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.mlp = tower(dim + plain + floats, hidden, **mlp)
+
+    def forward(
+        self,
+        steps: RaggedTensor,
+        item: Tensor,
+        rest: Sequence[Tensor],
+        times: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Return logits of shape (examples,).
+
+        Args:
+            steps: float of shape (examples, steps, dim): what happened before; one row for all is repeated.
+            item: float of shape (examples, dim): what may happen now.
+            rest: float of shape (examples, width) each.
+            times: Seconds: of each step, of shape (steps,), and of each example.
+        """
+        steps, times = _repeated(steps, times, len(item))
+        values, row_splits, places = appended(steps, item)
+        scaled = values * math.sqrt(values.shape[1])
+        if isinstance(self.encoder, HSTUEncoder) and self.encoder.time_buckets:
+            when = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+            if times is not None:
+                when = appended(RaggedTensor(times[0], steps.row_splits, validate=False), times[1])[0]
+            states = self.encoder(scaled, row_splits, when)
+        else:
+            states = self.encoder(scaled, row_splits)
+        logits: Tensor = self.mlp(torch.cat([states[places], *rest], 1))
+        return logits.squeeze(1)
+
+
+class SequenceRanker(LogitModel):
+    """A ranking model over the history of a user, with the item that is asked about as its last step.
+
+    Shapes: n examples in, logits float32 of shape (n,) out.
+
+    Args:
+        features: Features of IDs, among them an item and a history that shares its rows; see
+            `HistoryFeature`. All others, and numbers, are read by the MLP.
+        encoder: What reads the steps: "hstu", "sasrec" or "gru"; see `HSTU`, `SASRec`, `GRU4Rec`.
+        history: The feature with the steps; by default the only one of which each ID is kept.
+        dim: Width of each feature's vector, and of a step.
+        max_length: The most steps of a history; by default the `max` of a `HistoryFeature`, and 200 without.
+        layers: How many the encoder has.
+        heads: Of each layer of "hstu" and "sasrec".
+        hidden: Widths of the MLP's hidden layers.
+        options: See `ModelOptions`.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Each, Feature, RaggedTensor
+        >>> from monolith.model import SequenceRanker
+        >>> seen = Feature(name="seen", shares="item", combiner=Each())
+        >>> model = SequenceRanker(["user", "item", seen], dim=8, hidden=(16,))
+        >>> seen_ids = RaggedTensor.from_list([[1, 2, 3], []])
+        >>> model({"user": torch.tensor([17, 18]), "item": torch.tensor([7, 8]), "seen": seen_ids}).shape
+        torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        features: Sequence[Feature | str] | FeatureSpec,
+        *,
+        encoder: Encoder = "hstu",
+        history: str | None = None,
+        dim: int = 32,
+        max_length: int | None = None,
+        layers: int = 2,
+        heads: int = 1,
+        hidden: Sequence[int] = (128, 64),
+        **options: Unpack[ModelOptions],
+    ) -> None:
+        if encoder not in get_args(Encoder):
+            raise ConfigError(
+                f"SequenceRanker: encoder must be one of {', '.join(get_args(Encoder))}, got {encoder!r}"
+            )
+        if not hidden:
+            raise ConfigError("SequenceRanker: hidden must have at least one width")
+        inputs = ModelInputs("SequenceRanker", features, options)
+        chosen = inputs.features
+        steps = step_features("SequenceRanker", chosen, history, dim)
+        plain = [name for name in chosen.names if name not in (steps.history, *steps.companions)]
+        check_combined("SequenceRanker", chosen, plain)
+        widths = chosen.widths(dim)
+        said = None if chosen.spec is None else chosen.spec.features.get(steps.history)
+        how: dict[str, Any] = {"layers": layers, "dropout": options.get("dropout", 0.0)}
+        if encoder != "gru":
+            how["heads"] = heads
+        if encoder == "hstu" and chosen.spec is not None and not has_times(chosen.spec, steps.history):
+            how["time_buckets"] = 0
+        with inputs.seeded():
+            # One step more: the item that is asked about.
+            made = _ENCODERS[encoder](dim, max_length_of(said, max_length) + 1, **how)
+            dense = SequenceRankerDense(
+                made, dim, sum(widths[name] for name in plain), inputs.floats.width, hidden, inputs.tower
+            )
+        slices = dict(zip(chosen.names, chosen.vectors(dim), strict=True))
+        layouts = [Layout(name, CONCAT, [slices[name]]) for name in (steps.history, *steps.companions)]
+        layouts += [Layout("item", CONCAT, [slices[steps.item]])]
+        layouts += [Layout("vectors", CONCAT, [slices[name] for name in plain])]
+        super().__init__(inputs, layouts, dense)
+        self.step_features = steps
+        """The features of the sequence."""
+        self.segments = {"history": dim, **{name: widths[name] for name in plain}, **inputs.floats.widths}
+        """What the first layer of the MLP reads -> its width, in order."""
+
+    @property
+    def input_axes(self) -> InputAxes:
+        """As of `ReadyModel`."""
+        return {"dense.mlp.0.kernel.weight": {"0": along(self.segments)}}
+
+    def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return logits of shape (examples,).
+
+        Args:
+            floats: The float features by name, where `batch` is not a `Batch`, which holds them itself.
+        """
+        read = self.embeddings(batch)
+        numbers = self.floats.read(batch, floats, self.embeddings.device)
+        steps = self.step_features.read(read)
+        rest = [read["vectors"]] if numbers is None else [read["vectors"], numbers]
+        times = self._times(batch, steps, len(read["item"]))
+        logits: Tensor = self.dense(steps, read["item"], rest, times)
+        return logits
+
+    def _times(self, batch: ModelInput, history: RaggedTensor, examples: int) -> tuple[Tensor, Tensor] | None:
+        """Return the seconds of each step, and of each example: its event time, or that of its last step."""
+        times, asked = step_times(batch, self.step_features.history, history.row_splits)
+        if times is None or asked is None:
+            return None
+        ids = batch.ids if isinstance(batch, Batch) else batch
+        event_times = getattr(ids, "event_times", None)
+        if event_times is not None and len(event_times) == examples:
+            return times, event_times.to(times.device)
+        padded = torch.cat([times, times.new_zeros(1)])
+        some = history.row_lengths() > 0
+        last = padded[torch.where(some, history.row_splits[1:] - 1, len(times))]
+        return times, last if len(last) == examples else last.expand(examples)
+
+
+def appended(rows: RaggedTensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Append one value to each row.
+
+    Args:
+        rows: Values of shape (n, ...), in m rows.
+        last: Shape (m, ...).
+
+    Returns:
+        The values of shape (n + m, ...), their row splits, and the places of the appended ones.
+    """
+    many = torch.arange(len(last) + 1, device=last.device)
+    row_splits = rows.row_splits + many
+    places = row_splits[1:] - 1
+    order = torch.empty(int(len(rows.flat_values) + len(last)), dtype=torch.int64, device=last.device)
+    mine = torch.arange(len(rows.flat_values), device=last.device) + rows.value_rowids
+    order[mine] = torch.arange(len(mine), device=last.device)
+    order[places] = len(mine) + many[:-1]
+    return torch.cat([rows.flat_values, last])[order], row_splits, places
+
+
+def _repeated(
+    steps: RaggedTensor, times: tuple[Tensor, Tensor] | None, examples: int
+) -> tuple[RaggedTensor, tuple[Tensor, Tensor] | None]:
+    """Return the steps of each example, where one row stands for all."""
+    if steps.nrows == examples:
+        return steps, times
+    many = len(steps.flat_values)
+    row_splits = torch.arange(examples + 1, device=steps.row_splits.device) * many
+    values = steps.flat_values.repeat(examples, 1)
+    again = None if times is None else (times[0].repeat(examples), times[1])
+    return RaggedTensor(values, row_splits, validate=False), again
