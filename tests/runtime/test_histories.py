@@ -35,9 +35,10 @@ history = {{ kind = "sequence", of = "item", max = 5, with = ["genre", "time"], 
 event_time = "time"
 
 [model]
-type = "deepfm"
+type = "sequence_ranker"
 dim = 4
 hidden = [8]
+layers = 1
 
 [task]
 batch_size = 20

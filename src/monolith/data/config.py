@@ -405,8 +405,8 @@ class DataConfig(Checked):
         Args:
             histories: The histories to build; see `HistoryConfig.from_spec`. They see all records, also those
                 of other purposes that a split takes out of the same files.
-            types: The columns to read and their types, as `FeatureSpec.source_columns`, for formats that would have
-                to guess. What is to be predicted is read with all its columns, to be passed on.
+            types: The columns to read and their types, as `FeatureSpec.source_columns`, for formats that
+                would have to guess. What is to be predicted is read with all its columns, to be passed on.
             options: As `FileSource` takes them.
 
         Raises:
