@@ -524,6 +524,9 @@ class ExperimentSequencesOptions:
     """How many times each is done; the error is that of their mean."""
     device: str = "cpu"
     """Where models are trained: cpu, cuda or cuda:N."""
+    tables: bool = False
+    """Train the ready models as a run does, with rows in tables and negatives of the batch, instead of the
+    published training."""
     json: bool = False
     """Print one JSON object on standard output; the table goes to standard error."""
 

@@ -5,6 +5,9 @@ user is the test, and all before it are trained on. The item is ranked among all
 history that the model was given, which are the last 200. Every step predicts the next one, by a softmax over
 its item and 128 others that are drawn evenly. All models have the same size and the same training, and the
 metrics are those after the last epoch: no epoch is chosen by the test.
+
+`--tables` trains the ready models as a run does, by the same protocol: rows are in tables, and negatives are
+drawn from the items of a batch, with a correction for popular ones.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import box
@@ -25,8 +29,12 @@ from torch.nn import functional
 
 from monolith.data import UserSequences, leave_one_out
 from monolith.errors import ConfigError
+from monolith.feature import Batch, Each, FeatureIds
+from monolith.model import HSTU, EmbeddingOptimizer, Feature, GRU4Rec, SASRec
+from monolith.model.next_item import NextItem
 from monolith.nn import GRUEncoder, HSTUEncoder, SASRecEncoder
 from monolith.observe import progress
+from monolith.table import Adam
 from monolith.tensors import RaggedTensor
 from monolith.train import Candidates
 from monolith_bench.movielens import fetch_ml_1m, mean_and_error, read_ml_1m
@@ -172,11 +180,73 @@ MODELS: Mapping[str, Callable[[int, Settings], NextItemModel]] = {
 """Makes a model that has learned nothing, of so many items."""
 
 
+READY: Mapping[str, tuple[Callable[..., NextItem], Mapping[str, int]]] = {
+    "sasrec": (SASRec, {}),
+    "hstu": (HSTU, {}),
+    "hstu-large": (HSTU, {"layers": 8, "heads": 2}),
+    "gru4rec": (GRU4Rec, {"layers": 1}),
+}
+"""The ready model of each name, and what is not as `Settings` says."""
+
+
+class TableModel(nn.Module):
+    """A ready model with rows in tables. It has the methods of `NextItemModel`."""
+
+    def __init__(self, kind: str, items: int, settings: Settings, seed: int, device: torch.device) -> None:
+        super().__init__()
+        made, changed = READY[kind]
+        sizes: dict[str, Any] = {"dim": settings.dim, "layers": settings.layers, **changed}
+        beta1, beta2 = settings.betas
+        self._count = items
+        self.model = made(
+            ["item", Feature(name="history", shares="item", combiner=Each())],
+            max_length=settings.max_length,
+            temperature=settings.temperature,
+            dropout=settings.dropout,
+            optimizer=Adam(learning_rate=settings.rate, beta1=beta1, beta2=beta2, epsilon=1e-8),
+            device=str(device),
+            seed=seed,
+            **sizes,
+        )
+
+    def loss(self, batch: Histories) -> Tensor:
+        return self.model.pick(_as_batch(batch)).loss
+
+    def vectors(self) -> Tensor:
+        return self.model.items({"item": torch.arange(self._count)})
+
+    def queries(self, batch: Histories) -> Tensor:
+        return self.model.users(_as_batch(batch))
+
+
+def _as_batch(given: Histories) -> Batch:
+    """Return the histories as a run reads them: an example for each user, whose item is the last next one."""
+    splits = given.row_splits.cpu()
+    last = splits[1:] - 1
+    ids: dict[str, RaggedTensor | Tensor] = {
+        "item": given.next_items.cpu()[last],
+        "history": RaggedTensor(given.items.cpu(), splits),
+        "history.time": RaggedTensor(given.times.cpu(), splits),
+    }
+    return Batch(FeatureIds.pack(ids, event_times=given.next_times.cpu()[last]))
+
+
 class NextItemLearner:
-    """A model with what trains it on all steps of a log but the last of each user."""
+    """A model with what trains it on all steps of a log but the last of each user.
+
+    Args:
+        tables: Whether it is the ready model.
+    """
 
     def __init__(
-        self, kind: str, log: UserSequences, seed: int, device: torch.device, settings: Settings | None = None
+        self,
+        kind: str,
+        log: UserSequences,
+        seed: int,
+        device: torch.device,
+        settings: Settings | None = None,
+        *,
+        tables: bool = False,
     ) -> None:
         torch.manual_seed(seed)
         self._settings = Settings() if settings is None else settings
@@ -184,10 +254,16 @@ class NextItemLearner:
         self._split = leave_one_out(log, valid=False)
         self._items = int(log.items.max()) + 1
         self._random = torch.Generator().manual_seed(seed)
-        self._model = MODELS[kind](self._items, self._settings).to(device)
-        self._optimizer = torch.optim.Adam(
-            self._model.parameters(), lr=self._settings.rate, betas=self._settings.betas
-        )
+        self._model: NextItemModel | TableModel
+        if tables:
+            self._model = TableModel(kind, self._items, self._settings, seed, device)
+        else:
+            self._model = MODELS[kind](self._items, self._settings).to(device)
+        self._optimizers: list[torch.optim.Optimizer | EmbeddingOptimizer] = [
+            torch.optim.Adam(self._model.parameters(), lr=self._settings.rate, betas=self._settings.betas)
+        ]
+        if tables:
+            self._optimizers.append(EmbeddingOptimizer(self._model))
 
     @property
     def steps(self) -> int:
@@ -201,9 +277,11 @@ class NextItemLearner:
         for rows in torch.split(order, self._settings.batch):
             # The last step that is trained on is only predicted.
             batch = self._histories(rows, self._split.train[rows] - 1)
-            self._optimizer.zero_grad()
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
             torch.autograd.backward(self._model.loss(batch))
-            self._optimizer.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
             if advance is not None:
                 advance(1)
 
@@ -257,7 +335,7 @@ def trained(
     device = torch.device(options.device)
     for model in options.models:
         for seed in range(options.seeds):
-            learner = NextItemLearner(model, log, seed, device, settings)
+            learner = NextItemLearner(model, log, seed, device, settings, tables=options.tables)
             course, seconds = [], 0.0
             with progress(f"{model}, seed {seed}", options.epochs * learner.steps, "steps") as shown:
                 for epoch in range(1, options.epochs + 1):
@@ -299,6 +377,7 @@ def run(options: ExperimentSequencesOptions) -> int:
             "protocol": said,
             "epochs": options.epochs,
             "device": options.device,
+            "tables": options.tables,
             "results": [to_json(results, model) for model in options.models],
         }
         sys.stdout.write(json.dumps(report, indent=2) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ SMALL = Settings(
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Batches are small: a second thread costs more than it does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def cycles(users: int = 96) -> UserSequences:
     """Each item is followed by the one that is 7 further: what comes next depends on the last step alone."""
     starts = torch.randint(ITEMS, (users, 1), generator=torch.Generator().manual_seed(1))
@@ -35,9 +45,9 @@ def cycles(users: int = 96) -> UserSequences:
 
 
 @pytest.mark.parametrize("kind", ["sasrec", "hstu", "gru4rec"])  # hstu-large is hstu with more layers
-def test_a_model_learns_the_item_that_follows_from_the_last(kind: str) -> None:
-    torch.set_num_threads(1)
-    learner = NextItemLearner(kind, cycles(), 0, CPU, SMALL)
+@pytest.mark.parametrize("tables", [False, True], ids=["published", "tables"])
+def test_a_model_learns_the_item_that_follows_from_the_last(kind: str, tables: bool) -> None:
+    learner = NextItemLearner(kind, cycles(), 0, CPU, SMALL, tables=tables)
     before = learner.metrics(ks=[1])["hit_rate@1"]
     for _ in range(10):
         learner.epoch()

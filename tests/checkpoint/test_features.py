@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from monolith.checkpoint import read_manifest, saved_spec
+from monolith.checkpoint import FeaturesPart, read_manifest, saved_spec
+from monolith.checkpoint.part import SavedPart
 from monolith.cli.main import main
 from monolith.data import Batches, Pipeline
 from monolith.data.formats.memory import MemorySource
 from monolith.errors import RestoreError
-from monolith.feature import FeatureSpec, FloatFeature, IdFeature
+from monolith.feature import FeatureSpec, FloatFeature, HistoryFeature, IdFeature
 from monolith.model import DeepFM
 from monolith.runtime import Trainer
 from monolith.train import Mode, SaveConfig, Task, TrainConfig
@@ -98,3 +99,14 @@ def test_it_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert 'scale="log"' in out
     assert main(["checkpoint", "inspect", str(folder), "--json"]) == 0
     assert FeatureSpec.from_json(json.loads(capsys.readouterr().out)["states"]["features"]) == SPEC
+
+
+def test_a_history_that_lists_something_else_leaves_the_rows_of_both_as_they_are():
+    features = {"item": IdFeature(), "other": IdFeature(), "history": HistoryFeature(of="item", max=3)}
+    before = FeatureSpec(features=features)
+    now = replace(before, features={**features, "history": HistoryFeature(of="other", max=3)})
+    changes = FeaturesPart(now).changes([SavedPart("there", {"value": before.to_json()})])
+    assert changes.fresh == {}
+    assert now.difference(before) == (
+        "features.history.of is 'other' in this model and 'item' in the checkpoint"
+    )

@@ -146,7 +146,9 @@ def test_the_lists_of_a_history_keep_each_id_and_read_the_rows_of_what_they_list
     [DeepFM, DCNv2, DLRM, MMoE, DeepInterest, lambda spec: TwoTower(spec, item=["item"])],
 )
 def test_models_of_one_embedding_a_feature_refuse_a_history_and_name_those_that_read_it(make: Any):
-    with pytest.raises(ConfigError, match=r"feature 'history' is kept.*hstu, sasrec, gru4rec"):
+    with pytest.raises(
+        ConfigError, match=r"feature 'history' is kept.*sequence_ranker, hstu, sasrec, gru4rec"
+    ):
         make(HISTORY)
 
 

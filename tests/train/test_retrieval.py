@@ -81,5 +81,5 @@ def test_another_model_is_refused() -> None:
         def model(self) -> DeepFM:  # type: ignore[override]
             return DeepFM(SPEC)
 
-    with pytest.raises(ConfigError, match="trains a TwoTower; its model is a DeepFM"):
+    with pytest.raises(ConfigError, match="such as TwoTower or HSTU; its model is a DeepFM"):
         Wrong().outputs(Wrong().model(), next(iter(Likes().dataset(Mode.TRAIN))))

@@ -268,9 +268,9 @@ def check_padded(model: str, features: FeatureSet, names: Sequence[str] | None =
     for name in features.names if names is None else names:
         if isinstance(features[name].combiner, Each):
             raise ConfigError(
-                f"{model}: each ID of feature {name!r} is kept, which only models of sequences read: hstu, "
-                "sasrec, gru4rec. Use one of them; or combine its IDs with Sum, Mean or Max (a history: as a "
-                "SequenceFeature with a combiner)"
+                f"{model}: each ID of feature {name!r} is kept, which only models of sequences read: "
+                "sequence_ranker, hstu, sasrec, gru4rec. Use one of them; or combine its IDs with Sum, Mean "
+                "or Max (a history: as a SequenceFeature with a combiner)"
             )
 
 

@@ -163,6 +163,13 @@ def test_the_data_has_no_columns_that_the_pipeline_makes_and_what_decides_who_en
     assert SPEC.source_columns == SPEC.columns
 
 
+def test_a_checkpoint_fits_another_way_to_get_the_same_history():
+    other = with_history(by="user", only="click", column="seen")
+    assert SPEC.difference(other) is None
+    said = "features.history.with is ('action', 'at') in this model and ('at',) in the checkpoint"
+    assert SPEC.difference(with_history(with_=("at",))) == said
+
+
 # Parts
 
 
