@@ -35,18 +35,16 @@ from numpy.typing import NDArray
 
 from monolith import native
 from monolith.data.buffering import Shuffled
-from monolith.data.join.store import records_from_bytes, records_to_bytes
+from monolith.data.join.store import Arrays, pack, unpack
 from monolith.data.records import (
     ColumnCheck,
     Records,
     column_from_arrays,
-    concat,
     empty_rows,
 )
 from monolith.data.row_gathering import RowBlock
 from monolith.data.shuffling import Epochs
 from monolith.data.source import Position, Shard, Stage, Stream, WorkQueueSource, closed_after
-from monolith.data.transforms.transform import one_each
 from monolith.errors import ConfigError, CorruptFileError, DataError, RestoreError
 from monolith.feature import FeatureSpec
 from monolith.feature.spec import HistoryFeature
@@ -217,14 +215,12 @@ class _State:
         block = _block(len(roles), columns)
         made, entered, left_out = self.events.build(block, seconds, roles)
         if len(entered):
-            rows = Records(
-                len(roles), _named([columns[0], one_each(torch.from_numpy(seconds)), *columns[1:]])
-            )
-            self._note(rows if len(entered) == len(roles) else rows.take(torch.from_numpy(entered)))
+            user, *values = native.gather_rows((block,), None, entered)
+            self._note(_pack([user, (seconds[entered], user[1], None), *values]))
         return [column_from_arrays(*one) for one in made], left_out
 
-    def _note(self, entered: Records) -> None:
-        text = _as_text(entered)
+    def _note(self, text: str) -> None:
+        """Add the events of a batch to what positions contain."""
         self._since.append((0, text))
         self._size += len(text)
         if self._size > max(len(self._base), _LEAST_BASE):
@@ -233,15 +229,13 @@ class _State:
         level = 0
         while [each for each, _ in self._since[-_MERGED:]] == [level] * _MERGED:
             last, level = self._since[-_MERGED:], level + 1
-            merged = _as_text(concat([_from_text(text, "events") for _, text in last]))
+            merged = _merge([text for _, text in last])
             self._since[-_MERGED:] = [(level, merged)]
             self._size += len(merged) - sum(len(text) for _, text in last)
 
     def rebase(self) -> None:
         """Make a dump that positions share from now on."""
-        columns = [column_from_arrays(*one) for one in self.events.dump()]
-        dump = Records(columns[0].nrows, _named(columns))
-        self._base = _as_text(dump)
+        self._base = _pack(self.events.dump())
         self._since, self._size = [], 0
 
     def saved(self) -> dict[str, Any]:
@@ -262,9 +256,8 @@ class _State:
             state._base = str(base)
             texts = [text for text in (state._base, *(text for _, text in state._since)) if text]
             for number, text in enumerate(texts):
-                rows = _from_text(text, f"part {number} of its state")
-                columns = [rows[str(number)] for number in range(len(rows.columns))]
-                state.events.enter(_block(rows.size, columns))
+                rows, columns = _unpack(text, f"part {number} of its state")
+                state.events.enter(_block(rows, columns))
         except (KeyError, TypeError, ValueError, binascii.Error, CorruptFileError, DataError) as cause:
             raise RestoreError(
                 f"cannot restore history {config.name!r}: its state in the position is damaged, or not its "
@@ -345,18 +338,22 @@ class _Built(Stage[Records, Records]):
 
     def _roles(self, records: Records) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Return the second of each record, and whether it has a history and enters it."""
-        config = self._config
-        seconds = np.zeros(len(records), np.int64)
-        roles = np.zeros(len(records), np.uint8)
+        config, size = self._config, len(records)
+        seconds, roles = np.zeros(size, np.int64), np.zeros(size, np.uint8)
         if config.time in records.columns:
             times = read_times(records[config.time], config.time_unit)
             splits, flat = times.seconds.row_splits.numpy(), times.seconds.flat_values.numpy()
-            single = np.flatnonzero(np.diff(splits) == 1)
-            places = splits[single]
             # A time that no record may have would stay for good, as the newest of its user.
-            fine = ~times.wrong.numpy()[places] & (flat[places] >= 0) & (flat[places] <= MAX_EVENT_TIME)
-            seconds[single[fine]] = flat[places[fine]]
-            roles[single[fine]] = _SEES | _ENTERS
+            fine = ~times.wrong.numpy() & (flat >= 0) & (flat <= MAX_EVENT_TIME)
+            single = splits[1:] - splits[:-1] == 1
+            if single.all():  # as in most data
+                seconds = np.where(fine, flat, 0)
+                roles[fine] = _SEES | _ENTERS
+            else:
+                rows = np.flatnonzero(single)
+                rows = rows[fine[splits[rows]]]
+                seconds[rows] = flat[splits[rows]]
+                roles[rows] = _SEES | _ENTERS
         if config.only is not None:
             roles[~self._above_zero(records, config.only)] &= _SEES
         return seconds, roles
@@ -524,12 +521,50 @@ class _Built(Stage[Records, Records]):
         )
 
 
-def _as_text(rows: Records) -> str:
-    return base64.b64encode(records_to_bytes(rows)).decode()
+# Events as text: users with their events, one event each for those of a batch, many for a dump.
 
 
-def _from_text(text: str, where: str) -> Records:
-    return records_from_bytes(base64.b64decode(text, validate=True), where)
+def _pack(columns: Sequence[tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None]]) -> str:
+    """Return users, seconds and values as base64; each as (values, splits of rows, splits of texts)."""
+    arrays: Arrays = {"events": np.diff(columns[1][1])}
+    for number, (values, _, texts) in enumerate(columns):
+        arrays[str(number)] = values
+        if texts is not None:
+            arrays[f"{number}/lengths"] = np.diff(texts)
+    return _as_text(arrays)
+
+
+def _as_text(arrays: Arrays) -> str:
+    return base64.b64encode(pack({}, arrays)).decode()
+
+
+def _arrays(text: str, where: str) -> Arrays:
+    return unpack(base64.b64decode(text, validate=True), where)[1]
+
+
+def _merge(texts: Sequence[str]) -> str:
+    """Return what enters the events of several texts, one after the other."""
+    parts = [_arrays(text, "events") for text in texts]
+    return _as_text({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+
+def _unpack(text: str, where: str) -> tuple[int, list[RaggedTensor]]:
+    """Return how many rows there are, and the columns that `_pack` was given."""
+    arrays = _arrays(text, where)
+    users = len(arrays["events"])
+    columns = []
+    for number in range(sum("/" not in name for name in arrays) - 1):
+        lengths = arrays.get(f"{number}/lengths")
+        texts = None if lengths is None else _splits(lengths)
+        rows = np.arange(users + 1) if number == 0 else _splits(arrays["events"])
+        columns.append(column_from_arrays(arrays[str(number)], rows, texts))
+    return users, columns
+
+
+def _splits(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    splits = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=splits[1:])
+    return splits
 
 
 def _column_of(spec: FeatureSpec, name: str) -> str:
