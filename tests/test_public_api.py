@@ -13,7 +13,7 @@ Feature FeatureSet EmbeddingCollection EmbeddingOptimizer ReadyModel DeepFM DCNv
 FFM TwoTower SASRec HSTU MLP Dense auc sigmoid_loss_and_pred Store LocalStore ParameterServerStore
 AllToAllStore
 Source Records DataConfig DataSplit FileSource MemorySource ArrowSource PandasSource PolarsSource
-IterableSource KafkaSource KafkaConfig Pipeline Shard ShuffleConfig ClickLog ClickLogConfig
+IterableSource KafkaSource KafkaConfig Pipeline HistoryConfig Shard ShuffleConfig ClickLog ClickLogConfig
 DriftingStream DriftConfig make_batch
 Task RetrievalTask Mode Trainer TrainConfig TrainReport Hook Metric MetricSet METRICS EvaluateConfig
 KeepConfig SaveConfig RestoreConfig ExpiryConfig ScheduleConfig load_task

@@ -46,8 +46,8 @@ AREAS = {
     """,
     "data": """
         Source Records DataConfig DataSplit FileSource MemorySource ArrowSource PandasSource
-        PolarsSource IterableSource KafkaSource KafkaConfig Pipeline Shard ShuffleConfig ClickLog
-        ClickLogConfig DriftingStream DriftConfig make_batch
+        PolarsSource IterableSource KafkaSource KafkaConfig Pipeline HistoryConfig Shard
+        ShuffleConfig ClickLog ClickLogConfig DriftingStream DriftConfig make_batch
     """,
     "training": """
         Task RetrievalTask Mode Trainer TrainConfig TrainReport Hook Metric MetricSet METRICS

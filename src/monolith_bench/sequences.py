@@ -221,14 +221,13 @@ class TableModel(nn.Module):
 
 def _as_batch(given: Histories) -> Batch:
     """Return the histories as a run reads them: an example for each user, whose item is the last next one."""
-    splits = given.row_splits.cpu()
-    last = splits[1:] - 1
+    last = given.row_splits[1:] - 1
     ids: dict[str, RaggedTensor | Tensor] = {
-        "item": given.next_items.cpu()[last],
-        "history": RaggedTensor(given.items.cpu(), splits),
-        "history.time": RaggedTensor(given.times.cpu(), splits),
+        "item": given.next_items[last],
+        "history": RaggedTensor(given.items, given.row_splits),
+        "history.time": RaggedTensor(given.times, given.row_splits),
     }
-    return Batch(FeatureIds.pack(ids, event_times=given.next_times.cpu()[last]))
+    return Batch(FeatureIds.pack(ids, event_times=given.next_times[last]))
 
 
 class NextItemLearner:
@@ -250,7 +249,8 @@ class NextItemLearner:
     ) -> None:
         torch.manual_seed(seed)
         self._settings = Settings() if settings is None else settings
-        self._log, self._device = log, device
+        # Tables take IDs from the host, wherever their rows are.
+        self._log, self._device = log, torch.device("cpu") if tables else device
         self._split = leave_one_out(log, valid=False)
         self._items = int(log.items.max()) + 1
         self._random = torch.Generator().manual_seed(seed)
@@ -369,7 +369,7 @@ def run(options: ExperimentSequencesOptions) -> int:
     results = list(trained(options, log))
     said = protocol(log, Settings())
     console = stderr_console()
-    console.print(table(results, options.epochs))
+    console.print(table(results, options))
     console.print(f"Protocol: {said}.\nTook {time.perf_counter() - began:,.0f} s.", highlight=False)
     if options.json:
         report = {
@@ -400,9 +400,10 @@ def to_json(results: Sequence[NextItemResult], model: str) -> dict[str, object]:
     }
 
 
-def table(results: Sequence[NextItemResult], epochs: int) -> Table:
+def table(results: Sequence[NextItemResult], options: ExperimentSequencesOptions) -> Table:
     """Return a line for each seed of a model, and one for its mean and standard error."""
-    title = f"MovieLens-1M after {epochs} epochs"
+    trained_by = "the ready models, with tables" if options.tables else "the published training"
+    title = f"MovieLens-1M after {options.epochs} epochs of {trained_by}"
     drawn = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for heading in ("model", "seed", *HEADINGS.values(), "s per epoch"):
         drawn.add_column(heading)

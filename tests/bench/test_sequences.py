@@ -76,6 +76,22 @@ def test_training_never_sees_the_last_item_of_a_user() -> None:
     assert torch.equal(batch.next_times, log.times[places + 1])
 
 
+def test_items_of_the_history_are_not_ranked() -> None:
+    class Echo(torch.nn.Module):
+        """Prefers the last item that it was shown, and after it the one that is wanted."""
+
+        def vectors(self) -> torch.Tensor:
+            return torch.eye(ITEMS)
+
+        def queries(self, batch: Histories) -> torch.Tensor:
+            last = batch.row_splits[1:] - 1
+            return torch.eye(ITEMS)[batch.items[last]] + torch.eye(ITEMS)[batch.next_items[last]] / 2
+
+    learner = NextItemLearner("gru4rec", cycles(users=4), 0, CPU, SMALL)
+    learner._model = Echo()  # type: ignore[assignment]
+    assert learner.metrics(ks=[1])["hit_rate@1"] == 1
+
+
 def test_a_state_does_not_depend_on_what_comes_later() -> None:
     log = cycles(users=2)
     for kind in MODELS:

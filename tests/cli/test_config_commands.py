@@ -268,7 +268,7 @@ def test_every_field_is_explained_those_of_a_training_too(run):
 
 def test_keys_of_a_model_are_explained_for_each_type_that_has_them(run):
     status, out, _ = run("config", "explain", "model.dim")
-    first, second, third = out.split("\n\n")
+    first, second, third, *_, last = out.split("\n\n")
     assert (status, first) == (
         0,
         "model.dim\n  Width of each feature's vector, in addition to its bias.\n  of type:  deepfm\n"
@@ -276,6 +276,7 @@ def test_keys_of_a_model_are_explained_for_each_type_that_has_them(run):
     )
     assert "of type:  dcnv2, mmoe, din, two_tower\n" in second
     assert "of type:  dlrm\n" in third
+    assert "of type:  sasrec, hstu, gru4rec\n" in last
     _, out, _ = run("config", "explain", "model.item")
     assert "The features of the item tower" in out
     assert "default:  (required)" in out

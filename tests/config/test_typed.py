@@ -534,6 +534,33 @@ def test_a_value_without_a_plain_form_is_refused():
         to_toml(RunConfig(table=TableConfig(dim=1), anything=object()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Journey:
+    from_: str = "here"
+    """Where it begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    journey: Journey = field(default_factory=Journey)
+    from_: int = 1
+
+
+def test_a_field_that_stands_for_a_word_of_python_has_that_word_as_its_key(tmp_path, capsys):
+    path = tmp_path / "plan.toml"
+    plan = Plan(journey=Journey(from_="there"), from_=2)
+    path.write_text(to_toml(plan))
+    assert tomllib.loads(path.read_text()) == {"from": 2, "journey": {"from": "there"}}
+    assert load_config(Plan, file=path) == plan
+    assert load_config(Plan, args=["--from", "2", "--journey.from", "there"]) == plan
+    assert load_config(Plan, environ={"MONOLITH_FROM": "2", "MONOLITH_JOURNEY__FROM": "there"}) == plan
+    with pytest.raises(ConfigError, match=r"unknown key from_ .*nearest known key is from$"):
+        config_from_mapping(Plan, {"from_": 2})
+    with pytest.raises(SystemExit):
+        load_config(Plan, args=["--help"])
+    assert "--journey.from STR" in capsys.readouterr().out
+
+
 PLAIN = st.recursive(
     st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
     lambda inner: (

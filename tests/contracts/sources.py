@@ -18,7 +18,7 @@ import pyarrow as pa
 import torch
 from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS
 
-from monolith.data import Format, JoinedSource, JoinerConfig, Position, Records, Source
+from monolith.data import Format, HistoryConfig, JoinedSource, JoinerConfig, Position, Records, Source
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import FileSource
 from monolith.data.files.work_queue import LocalFileQueue
@@ -375,6 +375,9 @@ SOURCES: dict[str, Case] = {
     "pipeline: filter": Case(_pipeline(lambda p: p.filter(_odd)), [one for one in IDS if one % 2]),
     "pipeline: transform": Case(
         _pipeline(lambda p: p.transform(_Alternating(), snapshot_every=6)), IDS[::2], shares=None
+    ),
+    "pipeline: history": Case(
+        _pipeline(lambda p: p.history(HistoryConfig(by="id", of="name", max=3, time="id"))), shares=None
     ),
     "pipeline: rebatch to less": Case(_pipeline(lambda p: p.rebatch(3))),
     "pipeline: rebatch to more": Case(_pipeline(lambda p: p.rebatch(7))),

@@ -20,7 +20,7 @@ from services.servers import free_port, wait_until
 
 from monolith import native
 from monolith.config import Secret
-from monolith.data import Pipeline, Records, Shard, ShuffleConfig
+from monolith.data import HistoryConfig, Pipeline, Records, Shard, ShuffleConfig
 from monolith.data.format import BadRecord
 from monolith.data.formats.memory import ColumnType
 from monolith.data.kafka import (
@@ -1009,3 +1009,53 @@ def test_json_messages_need_columns_of_known_types() -> None:
         JsonMessages({})
     with pytest.raises(ConfigError, match="column 'a' must be int, float or str"):
         JsonMessages({"a": list})  # type: ignore[dict-item]
+
+
+# Histories
+
+
+def test_workers_on_partitions_by_user_build_the_same_histories_after_a_restart_with_any_number_of_them(
+    kafka: Kafka, send: Callable[..., None]
+) -> None:
+    topic = kafka.create_topic(partitions=2)
+    for user in range(2):
+        send(topic, range(user * 1000, user * 1000 + 100), user)
+    found: dict[int, list[int]] = {}
+
+    def pipeline(worker: int, workers: int) -> Pipeline:
+        def with_user(records: Records) -> Records:
+            return records.with_columns({"user": _each(records, lambda number: number // 1000)})
+
+        source = KafkaSource(config(kafka, topic, assignment=None, poll_batch=8), decode)
+        made = Pipeline(source).map(with_user).history(HistoryConfig(by="user", of="id", max=3, time="id"))
+        made.read_shard(Shard(worker, workers))
+        return made
+
+    def read(stream: Pipeline, batches: int | None = None) -> None:
+        for records in itertools.islice(stream, batches):
+            found.update(zip(ids(records), records["history"].to_list(), strict=True))
+
+    with ExitStack() as stack:
+        first = [stack.enter_context(closing(pipeline(worker, 2))) for worker in range(2)]
+        positions = [one.position() for one in first]
+        for number, one in enumerate(first):
+            read(one, 2 + number)
+            positions[number] = json.loads(json.dumps(one.position()))
+    with closing(pipeline(0, 2)) as again:
+        again.restore(positions[0])
+        read(again, 2)
+        positions[0] = again.position()
+    with closing(pipeline(0, 1)) as alone:
+        [position] = alone.redistribute(positions, 1)
+        alone.restore(position)
+        read(alone)
+    expected = {
+        user * 1000 + number: [user * 1000 + one for one in range(max(number - 3, 0), number)]
+        for user in range(2)
+        for number in range(100)
+    }
+    assert found == expected
+
+
+def _each(records: Records, function: Callable[[int], int]) -> RaggedTensor:
+    return records["id"].with_flat_values(torch.tensor([function(number) for number in ids(records)]))

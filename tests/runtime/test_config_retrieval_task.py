@@ -214,3 +214,26 @@ def test_a_two_tower_model_needs_candidates_and_others_have_none(tmp_path: Path)
 def test_another_model_has_no_candidates(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a model of type deepfm has no candidates"):
         task_of(tmp_path, network=ModelConfig(type="deepfm"))
+
+
+def test_leave_one_out_measures_on_the_last_records_of_each_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_shop(tmp_path)
+    rows = (tmp_path / "train.csv").read_text().splitlines()
+    timed = [f"{row},{'time' if at == 0 else at}" for at, row in enumerate(rows)]
+    (tmp_path / "log.csv").write_text("\n".join(timed) + "\n")
+    words = path.read_text().replace(f'evaluate = "{tmp_path}/held.csv"\n', "")
+    words = words.replace(
+        f'train = "{tmp_path}/train.csv"',
+        f'path = "{tmp_path}/log.csv"\nsplit = {{ last_of = "user", time = "time" }}',
+    )
+    path.write_text(words)
+    assert main(["train", "--config", str(path), "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["examples"] == 1600 - 2 * 40
+    for part, which in (("evaluate", "the last record but one"), ("predict", "the last record")):
+        assert main(["evaluate", "--config", str(path), "--part", part, "--quiet", "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["examples"] == 40
+        assert answer["protocol"].startswith(f"leave-one-out: {which} of each user by time; full ranking")
+        assert answer["metrics"]["hit_rate@5"] > 0.5  # by chance 0.1

@@ -105,3 +105,12 @@ def test_what_would_need_a_pickle_is_refused_by_name(value: Any) -> None:
 def test_an_unknown_type_is_refused(value: Any) -> None:
     with pytest.raises(RestoreError, match=r"the saved state has \$"):
         decode({"a": [value]}, {})
+
+
+def test_a_text_that_is_too_long_for_json_is_a_tensor_of_its_bytes() -> None:
+    value = {"short": "ab", "texts": ["abc", "äöü", 1], "long": "abcd"}
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = encode(value, "it", tensors, longest_text=2)
+    assert encoded["short"] == "ab"
+    assert set(tensors) == {"it/texts/0", "it/texts/1", "it/long"}
+    assert decode(json.loads(json.dumps(encoded)), tensors) == value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -87,16 +88,26 @@ class StatePart:
     Args:
         read: Returns the current state.
         write: Receives the saved state; not called if there is none.
+        longest_text: Characters of a text that the manifest should hold; a longer one is a tensor of its
+            bytes.
     """
 
-    def __init__(self, name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], Any],
+        write: Callable[[Any], None],
+        *,
+        longest_text: float = math.inf,
+    ) -> None:
         self.name = name
+        self._longest_text = longest_text
         self._read = read
         self._write = write
 
     def snapshot(self, step: int) -> StateSnapshot:  # noqa: ARG002
         tensors: dict[str, Tensor] = {}
-        value = encode(self._read(), self.name, tensors)
+        value = encode(self._read(), self.name, tensors, longest_text=self._longest_text)
         return StateSnapshot(self.name, json.dumps(value), {name: t.clone() for name, t in tensors.items()})
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:  # noqa: ARG002

@@ -193,15 +193,17 @@ def _shadow(
     fields: list[tuple[str, Any, Any]] = []
     steps = [step for step, _ in above]
 
-    def add(name: str, **explained: str) -> None:
-        told = tyro.conf.arg(**explained)
-        fields.append((name, Annotated[tuple[str, ...], told], dataclasses.field(default=_NOT_GIVEN)))
+    def add(field_name: str, **explained: str) -> None:
+        key = key_of(field_name)  # tyro takes the field's name unless it is given another one
+        told = tyro.conf.arg(**explained, name=None if key == field_name else key)
+        fields.append((field_name, Annotated[tuple[str, ...], told], dataclasses.field(default=_NOT_GIVEN)))
 
     for field in dataclasses.fields(cls):
         if field.name not in hints:
             continue
         hint = hints[field.name]
-        here, flag = (*above, (field.name, cls)), flag_name(".".join([*steps, field.name]))
+        key = key_of(field.name)
+        here, flag = (*above, (key, cls)), flag_name(".".join([*steps, key]))
         inner = nested_class(hint, tuple(owner for _, owner in here))
         if inner is not None:
             if named is None or any(given.startswith(f"{flag}.") for given in named):
@@ -211,7 +213,7 @@ def _shadow(
             continue
         if named is None or flag in named:
             shown = _default_hint(default_of(field, default))
-            text = docs.get(field.name, "")
+            text = docs.get(key, "")
             add(field.name, metavar=_metavar(hint), help=text, help_behavior_hint=shown)
         off = f"no_{field.name}"
         if (
@@ -231,7 +233,7 @@ def _given(shadow: _Shadow, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
         if dataclasses.is_dataclass(value):
             yield from _given(value, (*path, field.name))
         elif value != _NOT_GIVEN:
-            yield (*path, field.name), value
+            yield (*path, key_of(field.name)), value
 
 
 def _unknown_flags(known: Sequence[str], words: Sequence[str]) -> list[str]:

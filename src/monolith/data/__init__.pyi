@@ -10,6 +10,7 @@ from monolith.data.files.source import FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
 from monolith.data.formats import FORMATS, MemorySource, format_of
 from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSource, PolarsSource
+from monolith.data.histories import HistoryConfig
 from monolith.data.interactions import SequenceSplit, UserSequences, leave_one_out, split_by_time
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
@@ -40,6 +41,7 @@ __all__ = [
     "Epochs",
     "FileSource",
     "Format",
+    "HistoryConfig",
     "IterableSource",
     "JoinedSource",
     "Joiner",

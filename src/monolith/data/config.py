@@ -14,7 +14,7 @@ Reading one needs no torch; making a source does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from monolith.data.files.source import FileSource
     from monolith.data.format import Format
+    from monolith.data.histories import HistoryConfig
     from monolith.data.kafka import KafkaSource
     from monolith.data.pipeline import Pipeline
     from monolith.data.service import DataServiceSource
@@ -250,6 +251,9 @@ class DataConfig(Checked):
     max_unreadable: float = 0.0
     """The fraction of records that may be malformed, 0 to 1, such as lines with too many fields: they are
     dropped and counted. More end the run, and with 0 the first does."""
+    history_users: int = 1_000_000
+    """The most users whose histories are kept, for features of kind "sequence" with `by`; the user whose last
+    event is the oldest leaves."""
     threads: int | None = None
     """How many threads read, parse, hash and pack records ahead of the training; None takes three of four
     cores of the machine, up to 16, and 0 reads in the thread that looks rows up. Batches and their order do
@@ -262,6 +266,8 @@ class DataConfig(Checked):
     def problems(self) -> Iterator[Problem]:
         if not 0 <= self.max_unreadable <= 1:
             yield Problem(("max_unreadable",), f"must be from 0 to 1, got {self.max_unreadable}")
+        if self.history_users < 1:
+            yield Problem(("history_users",), f"must be at least 1, got {self.history_users}")
         if self.threads is not None and self.threads < 0:
             yield Problem(("threads",), f"must be 0 or more, got {self.threads}")
         for name in ("start_hour", "end_hour"):
@@ -386,13 +392,21 @@ class DataConfig(Checked):
         )
 
     def pipeline(
-        self, part: Part, batch_size: int, *, types: Mapping[str, torch.dtype] | None = None, **options: Any
+        self,
+        part: Part,
+        batch_size: int,
+        *,
+        types: Mapping[str, torch.dtype] | None = None,
+        histories: Sequence[HistoryConfig] = (),
+        **options: Any,
     ) -> Pipeline:
         """Return the records for a purpose, in batches.
 
         Args:
-            types: The columns to read and their types, as `FeatureSpec.columns`, for formats that would have
-                to guess. What is to be predicted is read with all its columns, to be passed on.
+            histories: The histories to build; see `HistoryConfig.from_spec`. They see all records, also those
+                of other purposes that a split takes out of the same files.
+            types: The columns to read and their types, as `FeatureSpec.source_columns`, for formats that
+                would have to guess. What is to be predicted is read with all its columns, to be passed on.
             options: As `FileSource` takes them.
 
         Raises:
@@ -407,6 +421,8 @@ class DataConfig(Checked):
             if part != "predict" and not files.columns:
                 files = replace(files, columns=tuple(types))
         read = Pipeline(files.source(batch_size, types=types, **options))
+        for one in histories:
+            read = read.history(one)
         if split is None:
             return read
         several = tuple(types) if types is not None else None

@@ -32,6 +32,7 @@ from torch import Tensor
 from monolith import concurrency
 from monolith.data.batches import ColumnBatches, SpecBatches
 from monolith.data.buffering import Rebatched, Shuffled, Taken
+from monolith.data.histories import HistoryConfig, HistoryStage
 from monolith.data.records import LINE_ID, BatchSpec, Records
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.source import Position, Stage, Stream, closed_after
@@ -89,6 +90,26 @@ class Pipeline(Stage[Records, Records]):
             ConfigError: It cannot resume exactly after a restart; the message says why.
         """
         return Pipeline(transformed(self._source, transform, snapshot_every))
+
+    def history(self, config: HistoryConfig) -> Pipeline:
+        """Add to each record the last events of its user, as list columns.
+
+        The events come from the stream itself: those that were read before the record, and whose time is not
+        after its own. The state is part of the position, so a resumed run gets the same lists; see
+        `monolith.data.histories`. Add it before `filter` and `shuffle`, so that it sees every event in order.
+
+        Args:
+            config: The columns of the user, of the values and of the time, and the limits.
+
+        Examples:
+            >>> from monolith import HistoryConfig, MemorySource, Pipeline
+            >>> events = {"time": [10, 20, 30], "user": [7, 8, 7], "item": ["a", "b", "c"]}
+            >>> config = HistoryConfig(by="user", of="item", max=50, time="time")
+            >>> [records] = Pipeline(MemorySource(events, batch_size=3)).history(config)
+            >>> records.strings("history")
+            [[], [], [b'a']]
+        """
+        return Pipeline(HistoryStage(self._source, config))
 
     def rebatch(self, size: int, *, drop_remainder: bool = False) -> Pipeline:
         """Yield batches of exactly `size` records; only the last is shorter, unless it is dropped."""

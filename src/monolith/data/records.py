@@ -480,12 +480,12 @@ class ColumnCheck:
 
     Args:
         who: The name of the reader that needs them, with which an error begins.
-        optional: How a user declares that a column may be missing, with {} for its name.
+        optional: How a user declares that a column may be missing, with {} for its name; None: not at all.
     """
 
     PATIENCE = 1000
 
-    def __init__(self, who: str, names: Iterable[str], optional: str) -> None:
+    def __init__(self, who: str, names: Iterable[str], optional: str | None = None) -> None:
         self._who = who
         self._unseen = list(names)
         self._optional = optional
@@ -525,10 +525,10 @@ class ColumnCheck:
 
     def _missing(self, found: str) -> DataError:
         name = self._unseen[0]
-        return DataError(
-            f"{self._who}: {found} column {name!r}; {known_columns(name, self._known)} If the data may lack "
-            f"it, say {self._optional.format(repr(name))}."
-        )
+        said = f"{self._who}: {found} column {name!r}; {known_columns(name, self._known)}"
+        if self._optional is None:
+            return DataError(said)
+        return DataError(f"{said} If the data may lack it, say {self._optional.format(repr(name))}.")
 
 
 class BatchMaker:

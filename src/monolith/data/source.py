@@ -237,6 +237,14 @@ class Stream(ABC, Generic[Item_co]):
         """
         return False
 
+    @property
+    def sharded_by_key(self) -> bool:
+        """Whether all records of one key are in the same shard, if their producer has keyed them.
+
+        True for the partitions of a topic. A file may contain records of any key.
+        """
+        return False
+
     def size(self) -> int | None:
         """Return the number of records from the beginning to the end; None if unknown or costly to find."""
         return None
@@ -483,6 +491,10 @@ class Stage(Stream[Item_co], Generic[Item_co, In]):
     @property
     def repeats_order(self) -> bool:
         return self._source.repeats_order
+
+    @property
+    def sharded_by_key(self) -> bool:
+        return self._source.sharded_by_key
 
     def size(self) -> int | None:
         return self._source.size()

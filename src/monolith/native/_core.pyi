@@ -1328,6 +1328,37 @@ def permutation(count: int, state: int) -> NDArray[numpy.int64]:
     The numbers from 0 to `count` - 1 in an order that `state` decides: by mix(mix(i ^ state) + state).
     """
 
+class Histories:
+    """The last events of each user, by event time. Not thread-safe."""
+
+    def __init__(self, max: int, max_users: int, types: Sequence[ColumnType]) -> None:
+        """`types` are those of the user and of each value."""
+
+    def build(self, block: ColumnBlock, seconds: NDArray[numpy.int64], roles: NDArray[numpy.uint8]) -> tuple[list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]], NDArray[numpy.int64], int]:
+        """
+        The history of each record as (values, splits of rows, splits of texts) of each value, the records that entered, and how many lacked a value. The block has the user and the values of each record; bit 0 of a role is whether it has a history, bit 1 whether it enters.
+        """
+
+    def enter(self, block: ColumnBlock) -> None:
+        """Enters users with their seconds and values, as `dump` returns them."""
+
+    def dump(self) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
+        """
+        The users in the order of their last events, the seconds of their events, and each value.
+        """
+
+    @property
+    def users(self) -> int:
+        """How many users have events."""
+
+    @property
+    def events(self) -> int:
+        """How many events all users have."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all events, about."""
+
 class CudaError(RuntimeError):
     pass
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from monolith.config import to_dict
-from monolith.data import DataConfig, Pipeline, Stream
+from monolith.data import DataConfig, HistoryConfig, Pipeline, Stream
 from monolith.data.config import Part
 from monolith.data.served import ServedSpec
 from monolith.errors import ConfigError
@@ -201,10 +201,15 @@ class ConfigTask(Task):
         return self.network.type
 
     def records(self, mode: Mode) -> Pipeline:
-        """Return the records, with the types that the features need."""
-        return self.data.pipeline(
-            PARTS[mode], self.batch_size, types=self._as_stored(self.features).source_columns
+        """Return the records, with the types that the features need, and the histories of their users."""
+        # A log of served features has the histories that were served.
+        histories = (
+            ()
+            if self.data.served
+            else HistoryConfig.from_spec(self.features, max_users=self.data.history_users)
         )
+        types = self._as_stored(self.features).source_columns
+        return self.data.pipeline(PARTS[mode], self.batch_size, types=types, histories=histories)
 
     def dataset(self, mode: Mode) -> Stream[Batch]:
         spec = self._read_by

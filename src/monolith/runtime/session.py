@@ -337,7 +337,8 @@ class Session:
             *self.model.features_parts(),
             *placement.parts(self.model, incremental=incremental, background=self.config.saves_in_background),
             StatePart("progress", self.progress.saved, self.progress.restore),
-            StatePart("position", self._positions, self._restore_positions),
+            # A stage with a large state has it in the position as texts; the manifest stays small.
+            StatePart("position", self._positions, self._restore_positions, longest_text=4096),
             StatePart("metrics", self.metrics.state, self.metrics.restore),
         ]
         if self.log_places is not None:  # for exports: how far the log was published. Never restored.

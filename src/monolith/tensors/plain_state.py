@@ -25,15 +25,20 @@ Json: TypeAlias = Any
 _IN_JSON = frozenset({bool, int, str, type(None)})
 
 
-def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:
+def encode(value: Any, name: str, tensors: dict[str, Tensor], *, longest_text: float = math.inf) -> Json:
     """Return `value` as JSON, and add the tensors in it, not copied, to `tensors`.
 
     Args:
         name: Of the value: tensors in it are named `<name>/<key>/...`, and errors speak of it.
+        longest_text: Characters of a text that JSON should hold; a longer one becomes a tensor of its bytes.
 
     Raises:
         SaveError: Something in it is neither number, text, tensor nor a collection of such.
     """
+
+    def inner(value: Any, name: str) -> Json:
+        return encode(value, name, tensors, longest_text=longest_text)
+
     if isinstance(value, Tensor):
         return {"$tensor": _put(value.detach(), name, tensors)}
     if isinstance(value, np.ndarray):
@@ -41,27 +46,26 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, np.generic):
         value = value.item()
     kind = type(value)
+    if kind is str and len(value) > longest_text:
+        return {"$text": _put(torch.frombuffer(bytearray(value.encode()), dtype=torch.uint8), name, tensors)}
     if kind in _IN_JSON:
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is list:
-        if _is_json(value):
+        if _is_json(value, longest_text):
             return list(value)
-        return [encode(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]
+        return [inner(item, f"{name}/{i}") for i, item in enumerate(value)]
     if kind in (tuple, torch.Size):
-        return {"$tuple": [encode(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]}
+        return {"$tuple": [inner(item, f"{name}/{i}") for i, item in enumerate(value)]}
     if kind is torch.dtype:
         return {"$dtype": str(value).removeprefix("torch.")}
     if kind in (dict, OrderedDict, defaultdict) and all(
         type(key) is str and not key.startswith("$") for key in value
     ):
-        return {key: encode(item, f"{name}/{key}", tensors) for key, item in value.items()}
+        return {key: inner(item, f"{name}/{key}") for key, item in value.items()}
     if kind in (dict, OrderedDict, defaultdict, Counter):
-        items = [
-            [encode(key, f"{name}/{key}", tensors), encode(item, f"{name}/{key}", tensors)]
-            for key, item in value.items()
-        ]
+        items = [[inner(key, f"{name}/{key}"), inner(item, f"{name}/{key}")] for key, item in value.items()]
         return {"$counter" if kind is Counter else "$dict": items}
     raise SaveError(
         f"cannot save {name}: it is a {kind.__module__}.{kind.__qualname__}, which is neither number, text, "
@@ -70,9 +74,11 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:
     )
 
 
-def _is_json(items: list[Any]) -> bool:
+def _is_json(items: list[Any], longest_text: float) -> bool:
     """Whether JSON has words for all of them; thousands of numbers are looked at in no time."""
     kinds = set(map(type, items))
+    if str in kinds and any(type(item) is str and len(item) > longest_text for item in items):
+        return False
     return kinds <= _IN_JSON or (kinds == {float} and all(map(math.isfinite, items)))
 
 
@@ -100,6 +106,8 @@ def _decode_marked(marker: str, inner: Any, tensors: Mapping[str, Tensor]) -> An
             return tensors[inner]
         case "$array":
             return tensors[inner].numpy()
+        case "$text":
+            return tensors[inner].numpy().tobytes().decode()
         case "$float":
             return float(inner)
         case "$tuple":

@@ -294,6 +294,17 @@ def test_a_value_that_cannot_be_read_makes_a_bad_record():
     assert list(SPEC.reader.read(records(**others, **columns)).bad) == [1]
 
 
+def test_a_history_that_all_records_share_is_read_once():
+    columns = {"history": [[b"a", b"b"]], "history.action": [[1, 2]], "history.time": [[10, 20]]}
+    others = {name: [[], [], []] for name in ("user", "item", "action", "at")}
+    batch = SPEC.make(records(shared=NAMES, **others, **columns))
+    assert [batch.ids[name].to_list() for name in NAMES] == [[items("a", "b")], [[1, 2]], [[10, 20]]]
+    mixed = {**columns, "history.time": [[10, 20], [30, 40], [50, 60]]}  # each record has times of its own
+    batch = SPEC.make(records(shared=NAMES[:2], **others, **mixed))
+    assert batch.ids["history"].to_list() == [items("a", "b")] * 3
+    assert batch.ids["history.time"].to_list() == mixed["history.time"]
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["", "a", "b", "straße"]),

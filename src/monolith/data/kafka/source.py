@@ -87,6 +87,7 @@ class KafkaSource(Source, WorkQueueSource):
     """
 
     live = True
+    sharded_by_key = True
     chief_assigns = True
 
     def __init__(
