@@ -6,14 +6,17 @@ import base64
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from monolith.data import (
+    ArrowSource,
     Epochs,
     FileSource,
     HistoryConfig,
@@ -423,3 +426,18 @@ def test_a_feature_spec_says_which_histories_the_pipeline_makes(tmp_path: Any) -
     assert batch.ids["seen"].to_list() == [[], [1], [1]]
     assert batch.ids["seen.action"].to_list()[1] == batch.ids["action"].to_list()[0]
     assert batch.ids["seen.time"].to_list() == [[], [10], [10]]
+
+
+def test_a_source_that_reads_its_data_several_times_is_refused(tmp_path: Path) -> None:
+    events = {"time": [10, 20], "user": [7, 7], "item": [1, 2]}
+    path = str(tmp_path / "events.csv")
+    Path(path).write_text("time,user,item\n10,7,1\n20,7,2\n")
+    config = HistoryConfig(by="user", of="item", max=5, time="time")
+    sources = [
+        MemorySource(events, batch_size=2, epochs=2),
+        ArrowSource(pa.table(events), batch_size=2, epochs=None),
+        FileSource([path], format_of(path), batch_size=2, epochs=3),
+    ]
+    for source in sources:
+        with pytest.raises(ConfigError, match=r"a record would find itself.*set train\.epochs"):
+            Pipeline(source).filter(lambda records: records["user"].flat_values > 0).history(config)

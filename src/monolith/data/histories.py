@@ -271,6 +271,12 @@ class _Built(Stage[Records, Records]):
 
     def __init__(self, source: Stream[Records], config: HistoryConfig) -> None:
         super().__init__(source)
+        if source.reads_again:
+            raise ConfigError(
+                f"history {config.name!r}: the source reads its data several times, and a record would find "
+                "itself in its history; make the source with epochs=1, and set train.epochs, with which each "
+                "epoch begins without histories"
+            )
         self._config = config
         self._values = (config.by, *config.columns.values())
         self._dtypes: dict[str, torch.dtype] = {}  # of columns that had values so far

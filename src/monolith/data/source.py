@@ -245,6 +245,11 @@ class Stream(ABC, Generic[Item_co]):
         """
         return False
 
+    @property
+    def reads_again(self) -> bool:
+        """Whether it was made to read its data several times, so that records come again."""
+        return False
+
     def size(self) -> int | None:
         """Return the number of records from the beginning to the end; None if unknown or costly to find."""
         return None
@@ -495,6 +500,10 @@ class Stage(Stream[Item_co], Generic[Item_co, In]):
     @property
     def sharded_by_key(self) -> bool:
         return self._source.sharded_by_key
+
+    @property
+    def reads_again(self) -> bool:
+        return self._source.reads_again
 
     def size(self) -> int | None:
         return self._source.size()

@@ -624,6 +624,10 @@ class FileSource(Source, WorkQueueSource):
     # Facts about the data
 
     @property
+    def reads_again(self) -> bool:
+        return self._epochs != 1
+
+    @property
     def repeats_order(self) -> bool:
         return self._order.repeats_order
 

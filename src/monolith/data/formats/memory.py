@@ -266,6 +266,10 @@ class MemorySource(Source):
         self._ordered: tuple[int, Tensor] | None = None
         self._settings: Position = {}  # until the shard is settled
 
+    @property
+    def reads_again(self) -> bool:
+        return self._epochs != 1
+
     def read_shard(self, shard: Shard) -> None:
         """Read every `shard.workers`-th record."""
         self._choice.choose(shard)

@@ -105,6 +105,10 @@ class TabularSource(Source):
         self._rows = rows
         self._cursor = _Cursor(0)
 
+    @property
+    def reads_again(self) -> bool:
+        return self._epochs != 1
+
     def read_shard(self, shard: Shard) -> None:
         """Read every `shard.workers`-th record."""
         self._choice.choose(shard)
