@@ -137,3 +137,13 @@ def step_times(batch: ModelInput, history: str, row_splits: Tensor) -> tuple[Ten
     if event_times is not None and event_times.shape[0] == row_splits.shape[0] - 1:
         last = event_times.to(times.device)[sequence]
     return times, torch.where(is_last, last, times.roll(-1))
+
+
+def graph_numbers(batch: ModelInput) -> Tensor | None:
+    """Return how far a graph pads histories, 0, 1 and so on; None if no graph is traced.
+
+    While one is traced, a stand-in for the IDs of all batches has them; see `monolith.serve.tracing`.
+    """
+    ids = batch.ids if isinstance(batch, Batch) else batch
+    found: Tensor | None = getattr(ids, "numbers", None)
+    return found

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from monolith.errors import ConfigError
 from monolith.feature import CONCAT, Batch, FeatureSpec, HistoryFeature, Layout
 from monolith.model.features import Feature
-from monolith.model.histories import TIME, has_times, max_length_of, step_features, step_times
+from monolith.model.histories import TIME, graph_numbers, has_times, max_length_of, step_features, step_times
 from monolith.model.ready import MODEL_DEFAULTS, ModelInput, ModelInputs, ModelOptions
 from monolith.model.retrieval import PickedItems, RetrievalModel, Similarity, positive_examples
 from monolith.nn import (
@@ -227,8 +227,7 @@ class NextItem(RetrievalModel):
         return ()
 
     def _encoded(self, values: Tensor, row_splits: Tensor, batch: ModelInput) -> Tensor:
-        del batch
-        states: Tensor = self.encoder(values, row_splits)
+        states: Tensor = self.encoder(values, row_splits, numbers=graph_numbers(batch))
         return states
 
 
@@ -387,5 +386,5 @@ class HSTU(NextItem):
         times, asked = step_times(batch, self.step_features.history, row_splits)
         if times is None and self.encoder.time_buckets:
             times = asked = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
-        states: Tensor = self.encoder(values, row_splits, times, asked)
+        states: Tensor = self.encoder(values, row_splits, times, asked, graph_numbers(batch))
         return states

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from monolith.errors import ConfigError
 from monolith.feature import CONCAT, Batch, FeatureSpec, Layout
 from monolith.model.features import Feature
-from monolith.model.histories import TIME, has_times, max_length_of, step_features, step_times
+from monolith.model.histories import TIME, graph_numbers, has_times, max_length_of, step_features, step_times
 from monolith.model.ready import (
     InputAxes,
     LogitModel,
@@ -61,6 +61,7 @@ class SequenceRankerDense(nn.Module):
         item: Tensor,
         rest: Sequence[Tensor],
         times: tuple[Tensor, Tensor] | None = None,
+        numbers: Tensor | None = None,
     ) -> Tensor:
         """Return logits of shape (examples,).
 
@@ -69,6 +70,7 @@ class SequenceRankerDense(nn.Module):
             item: float of shape (examples, dim): what may happen now.
             rest: float of shape (examples, width) each.
             times: Seconds: of each step, of shape (steps,), and of each example.
+            numbers: As of `HSTUEncoder.forward`.
         """
         steps, times = _repeated(steps, times, item.shape[0])
         values, row_splits, places = appended(steps, item)
@@ -77,9 +79,9 @@ class SequenceRankerDense(nn.Module):
             when = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
             if times is not None:
                 when = appended(RaggedTensor(times[0], steps.row_splits, validate=False), times[1])[0]
-            states = self.encoder(scaled, row_splits, when)
+            states = self.encoder(scaled, row_splits, when, numbers=numbers)
         else:
-            states = self.encoder(scaled, row_splits)
+            states = self.encoder(scaled, row_splits, numbers=numbers)
         logits: Tensor = self.mlp(torch.cat([states[places], *rest], 1))
         return logits.squeeze(1)
 
@@ -182,7 +184,7 @@ class SequenceRanker(LogitModel):
         steps = self.step_features.read(read)
         rest = [read["vectors"]] if numbers is None else [read["vectors"], numbers]
         times = self._times(batch, steps, read["item"].shape[0])
-        logits: Tensor = self.dense(steps, read["item"], rest, times)
+        logits: Tensor = self.dense(steps, read["item"], rest, times, graph_numbers(batch))
         return logits
 
     def _times(self, batch: ModelInput, history: RaggedTensor, examples: int) -> tuple[Tensor, Tensor] | None:

@@ -29,7 +29,6 @@ from monolith.errors import CorruptFileError, ExportError, MonolithError
 from monolith.feature import Batch, FeatureIds
 from monolith.model import EmbeddingCollection
 from monolith.model.collection import StandIn
-from monolith.nn.layers.transducers import one_group
 from monolith.observe.stacks import own_frame
 from monolith.serve.dense import DenseGraph, clean_graph
 from monolith.serve.jagged import JaggedInputs, Taken
@@ -199,8 +198,7 @@ class DenseHalf(nn.Module):
             for collection, (outputs, row_splits, numbers) in zip(self._collections, taken, strict=True):
                 layouts = collection.plan.by_name(outputs, row_splits)
                 replaced.enter_context(collection.replaced(_stand_in(layouts, batch)))
-                if numbers is not None:
-                    replaced.enter_context(one_group(numbers))
+                ids.numbers = numbers if ids.numbers is None else ids.numbers
             predictions = self._outputs(self.module, batch)
         self.heads = tuple(predictions)
         found = []
@@ -275,6 +273,8 @@ class _StandInIds:
         self.batch_size = batch_size
         self.event_time = 0
         self.event_times: Tensor | None = None
+        self.numbers: Tensor | None = None
+        """How far histories are padded; see `monolith.serve.jagged`."""
         self.times: dict[str, RaggedTensor] = {}
         """Features of times -> those of all steps: they are inputs of the graph."""
 

@@ -10,15 +10,13 @@ that each state may be trained to predict the step behind it.
 
 Attention needs sequences next to each other. They are taken together by length, a group at a time, so that
 one long sequence does not pad all: see `length_groups`. How many groups there are depends on the lengths,
-which a graph of torch.export cannot know: there, all sequences are one group; see `one_group`.
+which a graph of torch.export cannot know: there `numbers` is given, and all sequences are one group.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -49,23 +47,6 @@ class LengthGroup:
     """bool of the same shape: which steps there are."""
 
 
-_one_group: ContextVar[Tensor | None] = ContextVar("one_group", default=None)
-
-
-@contextmanager
-def one_group(steps: Tensor) -> Iterator[None]:
-    """Have encoders take all sequences as one group in this block, without looking at their lengths.
-
-    Args:
-        steps: int64, 0, 1 and so on: as many as the longest sequence has, or more.
-    """
-    before = _one_group.set(steps)
-    try:
-        yield
-    finally:
-        _one_group.reset(before)
-
-
 def length_groups(row_splits: Tensor, heads: int = 1, most_cells: int = MOST_CELLS) -> Iterator[LengthGroup]:
     """Cut sequences into groups whose attention weights are computed together, the longest ones first.
 
@@ -73,10 +54,6 @@ def length_groups(row_splits: Tensor, heads: int = 1, most_cells: int = MOST_CEL
         row_splits: int64 of shape (sequences + 1,). Read on the host: on a GPU, this waits for it.
     """
     lengths = row_splits.diff()
-    if (all_steps := _one_group.get()) is not None:
-        real = all_steps < lengths[:, None]
-        yield LengthGroup(row_splits[:-1, None] + torch.where(real, all_steps, 0), real)
-        return
     longest_first = torch.argsort(lengths, descending=True, stable=True)
     sizes = lengths[longest_first].tolist()
     begin = 0
@@ -96,17 +73,31 @@ def length_groups(row_splits: Tensor, heads: int = 1, most_cells: int = MOST_CEL
         begin = end
 
 
+def _all_in_one(row_splits: Tensor, numbers: Tensor) -> LengthGroup:
+    """Return all sequences as one group, without looking at their lengths.
+
+    Args:
+        numbers: 0, 1 and so on: as many as the longest sequence has, or more.
+    """
+    real = numbers < row_splits.diff()[:, None]
+    return LengthGroup(row_splits[:-1, None] + torch.where(real, numbers, 0), real)
+
+
 def _by_group(
-    row_splits: Tensor, steps: int, heads: int, compute: Callable[[LengthGroup], Tensor]
+    row_splits: Tensor,
+    steps: int,
+    heads: int,
+    compute: Callable[[LengthGroup], Tensor],
+    numbers: Tensor | None,
 ) -> Tensor | None:
     """Return what `compute` returns for the steps of each group, in the order of all steps.
 
     Returns:
         Shape (steps, ...); None if there is no step.
     """
-    if _one_group.get() is not None:
-        (group,) = length_groups(row_splits)
-        return compute(group)[sequence_of(row_splits, steps), positions_of(row_splits, steps)]
+    if numbers is not None:
+        positions = positions_of(row_splits, steps).clamp(max=numbers.shape[0] - 1)
+        return compute(_all_in_one(row_splits, numbers))[sequence_of(row_splits, steps), positions]
     results, places = [], []
     for group in length_groups(row_splits, heads):
         results.append(compute(group)[group.real])
@@ -130,9 +121,7 @@ def sequence_of(row_splits: Tensor, steps: int) -> Tensor:
 def positions_of(row_splits: Tensor, steps: int) -> Tensor:
     """Return int64 of shape (steps,): how many steps of its sequence are before each."""
     starts = row_splits[sequence_of(row_splits, steps)]
-    positions = torch.arange(steps, device=row_splits.device) - starts
-    all_steps = _one_group.get()
-    return positions if all_steps is None else positions.clamp(max=all_steps.shape[0] - 1)
+    return torch.arange(steps, device=row_splits.device) - starts
 
 
 class _Encoder(nn.Module):
@@ -149,7 +138,7 @@ class _Encoder(nn.Module):
         self.dim = dim
         self.max_length = max_length
 
-    def _positions(self, values: Tensor, row_splits: Tensor) -> Tensor:
+    def _positions(self, values: Tensor, row_splits: Tensor, numbers: Tensor | None) -> Tensor:
         """Return the position of each step, after a look at the arguments.
 
         Raises:
@@ -160,8 +149,7 @@ class _Encoder(nn.Module):
         check_shape(name, "row_splits", row_splits, None)
         if row_splits.dtype is not torch.int64 or not row_splits.shape[0]:
             raise LayerArgumentError(f"{name}: row_splits must be int64 of shape (sequences + 1,)")
-        in_graph = _one_group.get() is not None
-        if in_graph or row_splits.shape[0] < 2:
+        if numbers is not None or row_splits.shape[0] < 2:
             return positions_of(row_splits, values.shape[0]).clamp(max=self.max_length - 1)
         if (longest := int(row_splits.diff().max())) > self.max_length:
             raise LayerArgumentError(
@@ -228,7 +216,12 @@ class HSTUEncoder(_Encoder):
         )
 
     def forward(
-        self, values: Tensor, row_splits: Tensor, times: Tensor | None = None, asked: Tensor | None = None
+        self,
+        values: Tensor,
+        row_splits: Tensor,
+        times: Tensor | None = None,
+        asked: Tensor | None = None,
+        numbers: Tensor | None = None,
     ) -> Tensor:
         """Return a state for each step, float of shape (n, dim).
 
@@ -238,8 +231,10 @@ class HSTUEncoder(_Encoder):
             times: Seconds, of shape (n,): when each step happened. Needed if there are time buckets.
             asked: Seconds, of shape (n,): when the state of each step is asked for, such as the time of the
                 step that it predicts; by default that of the step itself.
+            numbers: For a graph of torch.export: 0, 1 and so on, as many as the longest sequence has, or
+                more. Lengths are then not looked at.
         """
-        self._positions(values, row_splits)
+        self._positions(values, row_splits, numbers)
         if self.time_buckets:
             if times is None:
                 raise LayerArgumentError(
@@ -249,7 +244,7 @@ class HSTUEncoder(_Encoder):
             if asked is not None:
                 check_shape("HSTUEncoder", "asked", asked, values.shape[0])
         for layer in self.layers:
-            values = layer(values, row_splits, times, times if asked is None else asked)
+            values = layer(values, row_splits, times, times if asked is None else asked, numbers)
         return values
 
 
@@ -283,7 +278,12 @@ class HSTULayer(nn.Module):
             nn.init.normal_(self.by_time, std=0.02)
 
     def forward(
-        self, values: Tensor, row_splits: Tensor, times: Tensor | None, asked: Tensor | None
+        self,
+        values: Tensor,
+        row_splits: Tensor,
+        times: Tensor | None,
+        asked: Tensor | None,
+        numbers: Tensor | None,
     ) -> Tensor:
         """Return values of the same shape; see `HSTUEncoder.forward`."""
         gate, content, query, key = torch.split(
@@ -296,7 +296,7 @@ class HSTULayer(nn.Module):
             weights = torch.tril(functional.silu(scores) / self.max_length)
             return (weights @ self._heads(content, group)).transpose(1, 2).flatten(2)
 
-        attended = _by_group(row_splits, values.shape[0], self.heads, attend)
+        attended = _by_group(row_splits, values.shape[0], self.heads, attend, numbers)
         if attended is None:
             return values
         changed: Tensor = self.output(self.dropout(self.output_norm(attended) * gate))
@@ -366,16 +366,17 @@ class SASRecEncoder(_Encoder):
         )
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, values: Tensor, row_splits: Tensor) -> Tensor:
+    def forward(self, values: Tensor, row_splits: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Return a state for each step, float of shape (n, dim).
 
         Args:
             values: float of shape (n, dim).
             row_splits: int64 of shape (sequences + 1,).
+            numbers: As of `HSTUEncoder.forward`.
         """
-        values = self.dropout(values + self.positions[self._positions(values, row_splits)])
+        values = self.dropout(values + self.positions[self._positions(values, row_splits, numbers)])
         for layer in self.layers:
-            values = layer(values, row_splits)
+            values = layer(values, row_splits, numbers)
         states: Tensor = self.norm(values)
         return states
 
@@ -396,7 +397,7 @@ class SASRecLayer(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, values: Tensor, row_splits: Tensor) -> Tensor:
+    def forward(self, values: Tensor, row_splits: Tensor, numbers: Tensor | None) -> Tensor:
         """Return values of the same shape; see `SASRecEncoder.forward`."""
         asked = self.attention(self.attention_norm(values))
         dropped = self.dropout.p if self.training else 0.0
@@ -409,7 +410,7 @@ class SASRecLayer(nn.Module):
             )
             return found.transpose(1, 2).flatten(2)
 
-        attended = _by_group(row_splits, values.shape[0], self.heads, attend)
+        attended = _by_group(row_splits, values.shape[0], self.heads, attend, numbers)
         if attended is None:
             return values
         values = values + self.dropout(self.attention_output(attended))
@@ -449,15 +450,16 @@ class GRUEncoder(_Encoder):
         self.gru = nn.GRU(dim, hidden, layers, dropout=dropout if layers > 1 else 0.0)
         self.output = nn.Identity() if hidden == dim else nn.Linear(hidden, dim)
 
-    def forward(self, values: Tensor, row_splits: Tensor) -> Tensor:
+    def forward(self, values: Tensor, row_splits: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Return a state for each step, float of shape (n, dim).
 
         Args:
             values: float of shape (n, dim).
             row_splits: int64 of shape (sequences + 1,).
+            numbers: As of `HSTUEncoder.forward`.
         """
-        positions = self._positions(values, row_splits)
-        if _one_group.get() is not None:
+        positions = self._positions(values, row_splits, numbers)
+        if numbers is not None:
             raise LayerArgumentError(
                 "GRUEncoder: a recurrent network has an operator for each step of the longest sequence, and "
                 "a graph has a fixed number of them; export a model with HSTUEncoder or SASRecEncoder"
