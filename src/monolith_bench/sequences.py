@@ -129,8 +129,8 @@ class NextItemModel(nn.Module):
         wanted, count = batch.next_items[:, None], self.items.num_embeddings
         drawn = torch.randint(count - 1, (len(wanted), self._settings.negatives), device=wanted.device)
         drawn += drawn >= wanted  # never the wanted one: all others are as likely
-        # The product with all items and a choice of its columns: to gather the vectors of the drawn ones
-        # moves 128 times as much memory as there are states, and took twice as long with 3,706 items.
+        # The product with all items and a choice of its columns: the vectors of the drawn ones, gathered for
+        # each step, would be 128 times as much memory as the states.
         scores = self.states(batch) @ self.vectors().t()
         chosen = scores.gather(1, torch.cat([wanted, drawn], 1)) / self._settings.temperature
         return -chosen.log_softmax(1)[:, 0].mean()
