@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,26 +141,15 @@ class NextItemModel(nn.Module):
         return self.states(batch)[batch.row_splits[1:] - 1]
 
 
-def _hstu(items: int, settings: Settings) -> NextItemModel:
-    encoder = HSTUEncoder(
+def _attending(kind: type[HSTUEncoder | SASRecEncoder], items: int, settings: Settings) -> NextItemModel:
+    encoder = kind(
         settings.dim,
         settings.max_length,
         layers=settings.layers,
         heads=settings.heads,
         dropout=settings.dropout,
     )
-    return NextItemModel(items, encoder, settings, timed=True)
-
-
-def _sasrec(items: int, settings: Settings) -> NextItemModel:
-    encoder = SASRecEncoder(
-        settings.dim,
-        settings.max_length,
-        layers=settings.layers,
-        heads=settings.heads,
-        dropout=settings.dropout,
-    )
-    return NextItemModel(items, encoder, settings, timed=False)
+    return NextItemModel(items, encoder, settings, timed=kind is HSTUEncoder)
 
 
 def _gru4rec(items: int, settings: Settings) -> NextItemModel:
@@ -168,12 +158,12 @@ def _gru4rec(items: int, settings: Settings) -> NextItemModel:
 
 
 def _hstu_large(items: int, settings: Settings) -> NextItemModel:
-    return _hstu(items, replace(settings, layers=8, heads=2))
+    return _attending(HSTUEncoder, items, replace(settings, layers=8, heads=2))
 
 
 MODELS: Mapping[str, Callable[[int, Settings], NextItemModel]] = {
-    "sasrec": _sasrec,
-    "hstu": _hstu,
+    "sasrec": partial(_attending, SASRecEncoder),
+    "hstu": partial(_attending, HSTUEncoder),
     "hstu-large": _hstu_large,
     "gru4rec": _gru4rec,
 }

@@ -20,7 +20,7 @@ from monolith.model.ready import (
     WatchedDense,
     WatchedModel,
     along,
-    check_padded,
+    check_not_jagged,
     tower,
 )
 from monolith.nn import DIN
@@ -124,7 +124,7 @@ class DeepInterest(WatchedModel):
         inputs = ModelInputs("DeepInterest", features, options)
         chosen, numbers = inputs.features, inputs.floats
         widths = chosen.widths(dim)
-        check_padded("DeepInterest", chosen)
+        check_not_jagged("DeepInterest", chosen)
         plain = [name for name in chosen.names if not chosen[name].combiner.length]
         sequences = _attentions(chosen, plain, widths, queries or {})
         with inputs.seeded():

@@ -250,7 +250,7 @@ def check_combined(model: str, features: FeatureSet, names: Sequence[str] | None
     names = features.names if names is None else names
     if not names:
         raise ConfigError(f"{model}: needs at least one feature")
-    check_padded(model, features, names)
+    check_not_jagged(model, features, names)
     for name in names:
         if features[name].combiner.length:
             raise ConfigError(
@@ -259,7 +259,7 @@ def check_combined(model: str, features: FeatureSet, names: Sequence[str] | None
             )
 
 
-def check_padded(model: str, features: FeatureSet, names: Sequence[str] | None = None) -> None:
+def check_not_jagged(model: str, features: FeatureSet, names: Sequence[str] | None = None) -> None:
     """Refuse features of which each ID is kept.
 
     Args:

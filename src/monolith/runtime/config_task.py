@@ -292,7 +292,9 @@ class ConfigRetrievalTask(ConfigTask, RetrievalTask):
                 f"a model of type {self.network.type} has no candidates; {', '.join(RETRIEVAL)} have"
             )
         if self.scores:
-            raise ConfigError("scores: a two-tower model is measured by candidates.ks; leave scores out")
+            raise ConfigError(
+                f"scores: a model of type {self.network.type} is measured by candidates.ks; leave scores out"
+            )
         if self.barred is not None:
             self.features.id_feature(self.barred, "candidates.barred")
 

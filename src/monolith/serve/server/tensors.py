@@ -85,7 +85,11 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
     count = _count(name, dims)
     given = list(values)
     if len(given) != count:
-        raise RequestError(f"input {name!r}: shape {list(dims)} takes {count} values, got {len(given)}")
+        lists = f". Send lists of different lengths as all values, with {name}.row_splits (INT64, rows + 1)"
+        raise RequestError(
+            f"input {name!r}: shape {list(dims)} takes {count} values, got {len(given)}"
+            f"{lists if len(given) > count else ''}"
+        )
     ends = None
     dtype = values_dtype(datatype)
     has_none = type(None) in _types(given)
