@@ -297,7 +297,10 @@ def test_more_than_the_limits_allow_is_refused():
         model.gate.set()
         for thread in waiting:
             thread.join(PATIENCE)
-        assert scores(client.ModelInfer(rows_message("a", model="f"))) == [1]
+        # gRPC frees the place of a call a moment after its client has the answer.
+        while (found := outcome(client.ModelInfer, rows_message("a", model="f"))) is Code.RESOURCE_EXHAUSTED:
+            assert time.monotonic() < end
+        assert scores(found) == [1]
 
 
 def test_a_caller_without_the_token_is_refused_before_its_message_is_read():
