@@ -524,6 +524,11 @@ class ExperimentSequencesOptions:
     """How many times each is done; the error is that of their mean."""
     device: str = "cpu"
     """Where models are trained: cpu, cuda or cuda:N."""
+    jobs: int = 1
+    """How many models are trained at the same time, each in a process of its own. One model leaves most of a
+    GPU idle."""
+    graph: bool = True
+    """On a GPU, capture a training step as a CUDA graph and replay it."""
     tables: bool = False
     """Train the ready models as a run does, with rows in tables and negatives of the batch, instead of the
     published training."""

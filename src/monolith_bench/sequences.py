@@ -6,6 +6,10 @@ history that the model was given, which are the last 200. Every step predicts th
 its item and 128 others that are drawn evenly. All models have the same size and the same training, and the
 metrics are those after the last epoch: no epoch is chosen by the test.
 
+Batches are padded to one shape (`sequence_models`). On a GPU, histories lie in its memory, a step is captured
+as a CUDA graph and replayed, and products are computed in TF32, as in the published training. `--jobs` trains
+several models at the same time, in processes of their own: one alone leaves most of a GPU idle.
+
 `--tables` trains the ready models as a run does, by the same protocol: rows are in tables, and negatives are
 drawn from the items of a batch, with a correction for popular ones.
 """
@@ -14,210 +18,102 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich import box
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from monolith.data import UserSequences, leave_one_out
 from monolith.errors import ConfigError
-from monolith.feature import Batch, Each, FeatureIds
-from monolith.model import HSTU, EmbeddingOptimizer, Feature, GRU4Rec, SASRec
-from monolith.model.next_item import NextItem
-from monolith.nn import GRUEncoder, HSTUEncoder, SASRecEncoder
 from monolith.observe import progress
-from monolith.table import Adam
 from monolith.tensors import RaggedTensor
 from monolith.train import Candidates
 from monolith_bench.movielens import fetch_ml_1m, mean_and_error, read_ml_1m
 from monolith_bench.options import ExperimentSequencesOptions
 from monolith_bench.report import stderr_console
+from monolith_bench.sequence_models import (
+    MODELS,
+    Histories,
+    NextItemModel,
+    Settings,
+    TableModel,
+    TrainedSteps,
+)
 
 KS = (10, 50)
 SHOWN = ("hit_rate@10", "ndcg@10", "hit_rate@50", "mrr")
 HEADINGS = {"hit_rate@10": "HR@10", "ndcg@10": "NDCG@10", "hit_rate@50": "HR@50", "mrr": "MRR"}
+_EAGER_STEPS = 3  # before a step is captured: libraries choose and load their kernels in the first ones
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """The published settings; a test makes them smaller."""
+class PaddedTrainer:
+    """Trains a model on padded histories, a batch at a time; on a GPU by a graph of the whole step.
 
-    dim: int = 50
-    layers: int = 2
-    heads: int = 1
-    max_length: int = 200
-    dropout: float = 0.2
-    negatives: int = 128
-    temperature: float = 0.05
-    batch: int = 128
-    rate: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.98)
+    Args:
+        graph: Whether to capture a step; on a GPU only.
+    """
 
+    def __init__(
+        self,
+        model: NextItemModel,
+        steps: TrainedSteps,
+        optimizer: torch.optim.Optimizer,
+        batch: int,
+        *,
+        graph: bool,
+    ) -> None:
+        self._model, self._steps, self._optimizer = model, steps, optimizer
+        # The graph reads the rows of a batch from here, and leaves its loss in `_loss`.
+        self._rows = torch.full((batch,), -1, device=steps.items.device)
+        self._loss = torch.zeros((), device=steps.items.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._capture_in = _EAGER_STEPS if graph else -1
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Histories:
-    """Steps of some users, end to end, with the next step of each. On one device."""
+    def train(self, rows: Tensor) -> Tensor:
+        """Train on the histories of some rows, as many as a batch at most; return the loss.
 
-    items: Tensor
-    """int64 of shape (steps,): numbers from 0 on."""
-    times: Tensor
-    """int64 of shape (steps,): Unix seconds."""
-    next_items: Tensor
-    """int64 of shape (steps,): what each step predicts."""
-    next_times: Tensor
-    """int64 of shape (steps,): when that happened, which a server knows, too: it is the time of a request."""
-    row_splits: Tensor
-    """int64 of shape (users + 1,)."""
-
-    @classmethod
-    def of(cls, log: UserSequences, rows: Tensor, ends: Tensor, most: int, device: torch.device) -> Histories:
-        """Take the last `most` steps before each end; the step at the end is the last that is predicted."""
-        places, splits = log.windows(rows, ends, most)
-        # One copy for all: each would wait for the device.
-        columns = torch.stack(
-            [log.items[places], log.times[places], log.items[places + 1], log.times[places + 1]]
-        )
-        if device.type == "cuda":
-            columns, splits = columns.pin_memory(), splits.pin_memory()
-        items, times, next_items, next_times = columns.to(device, non_blocking=True)
-        return cls(items, times, next_items, next_times, splits.to(device, non_blocking=True))
-
-
-class NextItemModel(nn.Module):
-    """Vectors of items, and an encoder of histories whose states find the next item by cosine."""
-
-    def __init__(self, items: int, encoder: nn.Module, settings: Settings, *, timed: bool) -> None:
-        super().__init__()
-        self._settings, self._timed = settings, timed
-        self.items = nn.Embedding(items, settings.dim)
-        nn.init.trunc_normal_(self.items.weight, std=0.02)
-        self.encoder = encoder
-        self.dropout = nn.Dropout(settings.dropout)
-        # The other encoders have positions of their own, or need none.
-        self.positions = nn.Parameter(torch.empty(settings.max_length, settings.dim)) if timed else None
-        for positions in (self.positions, getattr(encoder, "positions", None)):
-            if positions is not None:
-                nn.init.trunc_normal_(positions, std=settings.dim**-0.5)
-
-    def states(self, batch: Histories) -> Tensor:
-        """Return a state of length 1 for each step: float of shape (steps, dim)."""
-        values = self.items(batch.items) * math.sqrt(self._settings.dim)
-        if self.positions is None:
-            states = self.encoder(values, batch.row_splits)
+        Returns:
+            A scalar on the device; a later call may overwrite it.
+        """
+        self._rows.fill_(-1)
+        self._rows[: len(rows)] = rows
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._capture_in == 0:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._loss = self._step()
+            self._graph.replay()  # capturing has computed nothing
+        elif self._capture_in > 0:
+            # As capturing does, on a stream that is not the default one.
+            self._capture_in -= 1
+            device = self._rows.device
+            stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                self._loss = self._step()
+            torch.cuda.current_stream(device).wait_stream(stream)
         else:
-            steps = torch.arange(len(values), device=values.device)
-            lengths = batch.row_splits.diff()
-            starts = torch.repeat_interleave(batch.row_splits[:-1], lengths, output_size=len(values))
-            values = self.dropout(values + self.positions[steps - starts])
-            states = self.encoder(values, batch.row_splits, batch.times, batch.next_times)
-        return functional.normalize(states, dim=1, eps=1e-6)
+            self._loss = self._step()
+        return self._loss
 
-    def vectors(self) -> Tensor:
-        """Return the vector of each item, of length 1."""
-        return functional.normalize(self.items.weight, dim=1, eps=1e-6)
-
-    def loss(self, batch: Histories) -> Tensor:
-        """Return how badly the states pick the next items out of others that are drawn evenly."""
-        wanted, count = batch.next_items[:, None], self.items.num_embeddings
-        drawn = torch.randint(count - 1, (len(wanted), self._settings.negatives), device=wanted.device)
-        drawn += drawn >= wanted  # never the wanted one: all others are as likely
-        # The product with all items and a choice of its columns: the vectors of the drawn ones, gathered for
-        # each step, would be 128 times as much memory as the states.
-        scores = self.states(batch) @ self.vectors().t()
-        chosen = scores.gather(1, torch.cat([wanted, drawn], 1)) / self._settings.temperature
-        return -chosen.log_softmax(1)[:, 0].mean()
-
-    def queries(self, batch: Histories) -> Tensor:
-        """Return the last state of each user: what the item behind the history is found by."""
-        return self.states(batch)[batch.row_splits[1:] - 1]
-
-
-def _attending(kind: type[HSTUEncoder | SASRecEncoder], items: int, settings: Settings) -> NextItemModel:
-    encoder = kind(
-        settings.dim,
-        settings.max_length,
-        layers=settings.layers,
-        heads=settings.heads,
-        dropout=settings.dropout,
-    )
-    return NextItemModel(items, encoder, settings, timed=kind is HSTUEncoder)
-
-
-def _gru4rec(items: int, settings: Settings) -> NextItemModel:
-    encoder = GRUEncoder(settings.dim, settings.max_length, dropout=settings.dropout)
-    return NextItemModel(items, encoder, settings, timed=False)
-
-
-def _hstu_large(items: int, settings: Settings) -> NextItemModel:
-    return _attending(HSTUEncoder, items, replace(settings, layers=8, heads=2))
-
-
-MODELS: Mapping[str, Callable[[int, Settings], NextItemModel]] = {
-    "sasrec": partial(_attending, SASRecEncoder),
-    "hstu": partial(_attending, HSTUEncoder),
-    "hstu-large": _hstu_large,
-    "gru4rec": _gru4rec,
-}
-"""Makes a model that has learned nothing, of so many items."""
-
-
-READY: Mapping[str, tuple[Callable[..., NextItem], Mapping[str, int]]] = {
-    "sasrec": (SASRec, {}),
-    "hstu": (HSTU, {}),
-    "hstu-large": (HSTU, {"layers": 8, "heads": 2}),
-    "gru4rec": (GRU4Rec, {"layers": 1}),
-}
-"""The ready model of each name, and what is not as `Settings` says."""
-
-
-class TableModel(nn.Module):
-    """A ready model with rows in tables. It has the methods of `NextItemModel`."""
-
-    def __init__(self, kind: str, items: int, settings: Settings, seed: int, device: torch.device) -> None:
-        super().__init__()
-        made, changed = READY[kind]
-        sizes: dict[str, Any] = {"dim": settings.dim, "layers": settings.layers, **changed}
-        beta1, beta2 = settings.betas
-        self._count = items
-        self.model = made(
-            ["item", Feature(name="history", shares="item", combiner=Each())],
-            max_length=settings.max_length,
-            temperature=settings.temperature,
-            dropout=settings.dropout,
-            optimizer=Adam(learning_rate=settings.rate, beta1=beta1, beta2=beta2, epsilon=1e-8),
-            device=str(device),
-            seed=seed,
-            **sizes,
-        )
-
-    def loss(self, batch: Histories) -> Tensor:
-        return self.model.pick(_as_batch(batch)).loss
-
-    def vectors(self) -> Tensor:
-        return self.model.items({"item": torch.arange(self._count)})
-
-    def queries(self, batch: Histories) -> Tensor:
-        return self.model.users(_as_batch(batch))
-
-
-def _as_batch(given: Histories) -> Batch:
-    """Return the histories as a run reads them: an example for each user, whose item is the last next one."""
-    last = given.row_splits[1:] - 1
-    ids: dict[str, RaggedTensor | Tensor] = {
-        "item": given.next_items[last],
-        "history": RaggedTensor(given.items, given.row_splits),
-        "history.time": RaggedTensor(given.times, given.row_splits),
-    }
-    return Batch(FeatureIds.pack(ids, event_times=given.next_times[last]))
+    def _step(self) -> Tensor:
+        # Without gradients, so that those of a graph are tensors of its own, which each replay writes anew.
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._model.loss(self._steps.batch(self._rows))
+        torch.autograd.backward(loss)
+        self._optimizer.step()
+        return loss.detach()
 
 
 class NextItemLearner:
@@ -225,6 +121,7 @@ class NextItemLearner:
 
     Args:
         tables: Whether it is the ready model.
+        graph: Whether a step on a GPU is captured and replayed.
     """
 
     def __init__(
@@ -236,6 +133,7 @@ class NextItemLearner:
         settings: Settings | None = None,
         *,
         tables: bool = False,
+        graph: bool = True,
     ) -> None:
         torch.manual_seed(seed)
         self._settings = Settings() if settings is None else settings
@@ -245,35 +143,49 @@ class NextItemLearner:
         self._items = int(log.items.max()) + 1
         self._random = torch.Generator().manual_seed(seed)
         self._model: NextItemModel | TableModel
+        self._train: Callable[[Tensor], Tensor]
+        rate, betas = self._settings.rate, self._settings.betas
+        on_gpu = device.type == "cuda"
         if tables:
-            self._model = TableModel(kind, self._items, self._settings, seed, device)
+            table_model = TableModel(kind, self._items, self._settings, seed, device)
+            dense = torch.optim.Adam(table_model.parameters(), lr=rate, betas=betas)
+            self._model, self._train = table_model, partial(self._train_tables, table_model, dense)
         else:
-            self._model = MODELS[kind](self._items, self._settings).to(device)
-        self._optimizers: list[torch.optim.Optimizer | EmbeddingOptimizer] = [
-            torch.optim.Adam(self._model.parameters(), lr=self._settings.rate, betas=self._settings.betas)
-        ]
-        if tables:
-            self._optimizers.append(EmbeddingOptimizer(self._model))
+            model = MODELS[kind](self._items, self._settings).to(device)
+            optimizer = torch.optim.Adam(
+                model.parameters(), lr=rate, betas=betas, capturable=on_gpu, fused=on_gpu
+            )
+            # The last step that is trained on is only predicted.
+            steps = TrainedSteps.of(log, self._split.train - 1, self._settings.max_length, device)
+            trainer = PaddedTrainer(model, steps, optimizer, self._settings.batch, graph=graph and on_gpu)
+            self._model, self._train = model, trainer.train
 
     @property
     def steps(self) -> int:
         """Steps of the optimizer in an epoch."""
         return math.ceil(len(self._log) / self._settings.batch)
 
-    def epoch(self, advance: Callable[[int], object] | None = None) -> None:
-        """Go over all users once, in another order each time."""
+    def epoch(self, advance: Callable[[int], object] | None = None) -> float:
+        """Go over all users once, in another order each time; return the loss of the last batch."""
         self._model.train()
-        order = torch.randperm(len(self._log), generator=self._random)
+        # One copy for all batches: each would wait for the device.
+        order = torch.randperm(len(self._log), generator=self._random).to(self._device)
+        loss = torch.zeros(())
         for rows in torch.split(order, self._settings.batch):
-            # The last step that is trained on is only predicted.
-            batch = self._histories(rows, self._split.train[rows] - 1)
-            for optimizer in self._optimizers:
-                optimizer.zero_grad()
-            torch.autograd.backward(self._model.loss(batch))
-            for optimizer in self._optimizers:
-                optimizer.step()
+            loss = self._train(rows)
             if advance is not None:
                 advance(1)
+        return float(loss)  # waits for the device
+
+    def _train_tables(self, model: TableModel, dense: torch.optim.Optimizer, rows: Tensor) -> Tensor:
+        batch = self._histories(rows, self._split.train[rows] - 1)
+        for optimizer in (dense, model.rows):
+            optimizer.zero_grad()
+        loss = model.loss(batch)
+        torch.autograd.backward(loss)
+        for optimizer in (dense, model.rows):
+            optimizer.step()
+        return loss.detach()
 
     @torch.no_grad()
     def metrics(self, ks: Sequence[int] = KS) -> dict[str, float]:
@@ -315,36 +227,64 @@ class NextItemResult:
     """Epochs and metrics of each evaluation."""
     epoch_seconds: float
     """The mean time that an epoch trained for."""
+    seconds: float
+    """All of it: training, its start and the evaluations."""
 
 
 def trained(
     options: ExperimentSequencesOptions, log: UserSequences, settings: Settings | None = None
 ) -> Iterator[NextItemResult]:
-    """Train each model with each seed; show how far it is."""
+    """Train each model with each seed, so many at a time as `options.jobs` says; show how far each is."""
+    runs = [(model, seed) for model in options.models for seed in range(options.seeds)]
+    if options.jobs == 1:
+        for model, seed in runs:
+            yield train_one(options, log, model, seed, settings)
+        return
+    # Processes of their own, not forks: a fork cannot use a GPU.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(options.jobs, len(runs)), mp_context=context) as pool:
+        pending = [pool.submit(train_one, options, log, model, seed, settings) for model, seed in runs]
+        try:
+            for future in pending:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def train_one(
+    options: ExperimentSequencesOptions,
+    log: UserSequences,
+    model: str,
+    seed: int,
+    settings: Settings | None = None,
+) -> NextItemResult:
+    """Train one model with one seed, and evaluate it now and then."""
+    began = time.perf_counter()
     console = stderr_console()
     device = torch.device(options.device)
-    for model in options.models:
-        for seed in range(options.seeds):
-            learner = NextItemLearner(model, log, seed, device, settings, tables=options.tables)
-            course, seconds = [], 0.0
-            with progress(f"{model}, seed {seed}", options.epochs * learner.steps, "steps") as shown:
-                for epoch in range(1, options.epochs + 1):
-                    began = time.perf_counter()
-                    learner.epoch(shown.advance)
-                    if device.type == "cuda":
-                        torch.cuda.synchronize(device)
-                    seconds += time.perf_counter() - began
-                    if epoch % options.evaluate_every == 0 or epoch == options.epochs:
-                        course.append((epoch, learner.metrics()))
-                        found = ", ".join(f"{HEADINGS[name]} {course[-1][1][name]:.4f}" for name in SHOWN)
-                        said = f"{model}, seed {seed}, epoch {epoch}, {seconds / epoch:.1f} s per epoch:"
-                        console.print(f"[dim]{said}[/] {found}", highlight=False)
-            yield NextItemResult(model, seed, course[-1][1], tuple(course), seconds / options.epochs)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+    if options.jobs > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.jobs))
+    learner = NextItemLearner(model, log, seed, device, settings, tables=options.tables, graph=options.graph)
+    course, seconds = [], 0.0
+    with progress(f"{model}, seed {seed}", options.epochs * learner.steps, "steps") as shown:
+        for epoch in range(1, options.epochs + 1):
+            epoch_began = time.perf_counter()
+            loss = learner.epoch(shown.advance)
+            seconds += time.perf_counter() - epoch_began
+            if epoch % options.evaluate_every == 0 or epoch == options.epochs:
+                course.append((epoch, learner.metrics()))
+                found = ", ".join(f"{HEADINGS[name]} {course[-1][1][name]:.4f}" for name in SHOWN)
+                said = f"{model}, seed {seed}, epoch {epoch}, {seconds / epoch:.2f} s per epoch:"
+                console.print(f"[dim]{said}[/] {found}, loss {loss:.4f}", highlight=False)
+    whole = time.perf_counter() - began
+    return NextItemResult(model, seed, course[-1][1], tuple(course), seconds / options.epochs, whole)
 
 
 def run(options: ExperimentSequencesOptions) -> int:
     """Train, draw a table on standard error, and print JSON on request."""
-    for name in ("seeds", "epochs", "evaluate_every"):
+    for name in ("seeds", "epochs", "evaluate_every", "jobs"):
         if getattr(options, name) < 1:
             said = "--" + name.replace("_", "-")
             raise ConfigError(
@@ -360,7 +300,11 @@ def run(options: ExperimentSequencesOptions) -> int:
     said = protocol(log, Settings())
     console = stderr_console()
     console.print(table(results, options))
-    console.print(f"Protocol: {said}.\nTook {time.perf_counter() - began:,.0f} s.", highlight=False)
+    seconds = time.perf_counter() - began
+    console.print(
+        f"Protocol: {said}.\n{len(results)} trainings, {options.jobs} at a time, took {seconds:,.0f} s.",
+        highlight=False,
+    )
     if options.json:
         report = {
             "experiment": "sequences",
@@ -368,6 +312,8 @@ def run(options: ExperimentSequencesOptions) -> int:
             "epochs": options.epochs,
             "device": options.device,
             "tables": options.tables,
+            "jobs": options.jobs,
+            "seconds": seconds,
             "results": [to_json(results, model) for model in options.models],
         }
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
@@ -383,6 +329,7 @@ def to_json(results: Sequence[NextItemResult], model: str) -> dict[str, object]:
         "mean": {name: mean for name, (mean, _) in means.items()},
         "error": {name: None if math.isnan(error) else error for name, (_, error) in means.items()},
         "seconds_per_epoch": [one.epoch_seconds for one in own],
+        "seconds": [one.seconds for one in own],
         "seeds": [
             {"seed": one.seed, "evaluations": [{"epoch": at, **found} for at, found in one.course]}
             for one in own
@@ -395,14 +342,14 @@ def table(results: Sequence[NextItemResult], options: ExperimentSequencesOptions
     trained_by = "the ready models, with tables" if options.tables else "the published training"
     title = f"MovieLens-1M after {options.epochs} epochs of {trained_by}"
     drawn = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for heading in ("model", "seed", *HEADINGS.values(), "s per epoch"):
+    for heading in ("model", "seed", *HEADINGS.values(), "s per epoch", "s"):
         drawn.add_column(heading)
     for model in dict.fromkeys(one.model for one in results):
         own = [one for one in results if one.model == model]
         for one in own:
             cells = [f"{one.metrics[name]:.4f}" for name in SHOWN]
-            drawn.add_row(model, str(one.seed), *cells, f"{one.epoch_seconds:.1f}")
+            drawn.add_row(model, str(one.seed), *cells, f"{one.epoch_seconds:.2f}", f"{one.seconds:.0f}")
         if len(own) > 1:
             means = [mean_and_error([one.metrics[name] for one in own]) for name in SHOWN]
-            drawn.add_row(model, "mean", *(f"{mean:.4f} ± {error:.4f}" for mean, error in means), "")
+            drawn.add_row(model, "mean", *(f"{mean:.4f} ± {error:.4f}" for mean, error in means), "", "")
     return drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 from monolith.cli.main import main
-from monolith.data import UserSequences
+from monolith.data import UserSequences, leave_one_out
 from monolith.errors import ConfigError
 from monolith_bench import sequences
 from monolith_bench.movielens import ML_1M, fetch_ml_1m, read_ml_1m
-from monolith_bench.sequences import MODELS, Histories, NextItemLearner, Settings
+from monolith_bench.options import ExperimentSequencesOptions
+from monolith_bench.sequence_models import MODELS, Histories, Settings, TrainedSteps
+from monolith_bench.sequences import NextItemLearner, PaddedTrainer, trained
 
 ITEMS, LENGTH = 20, 12
 SMALL = Settings(
@@ -58,22 +61,24 @@ def test_a_model_learns_the_item_that_follows_from_the_last(kind: str, tables: b
 
 def test_training_never_sees_the_last_item_of_a_user() -> None:
     log = cycles(users=2)
-    learner, seen = NextItemLearner("gru4rec", log, 0, CPU, SMALL), []
+    steps = TrainedSteps.of(log, leave_one_out(log, valid=False).train - 1, SMALL.max_length, CPU)
+    batch = steps.batch(torch.tensor([1, 0]))
+    for row, user in enumerate((1, 0)):
+        end = int(log.row_splits[user + 1]) - 2  # of the trained steps the last is only predicted
+        assert torch.equal(batch.items[row], log.items[end - 8 : end])
+        assert torch.equal(batch.next_items[row], log.items[end - 7 : end + 1])
+        assert torch.equal(batch.times[row], log.times[end - 8 : end])
+        assert torch.equal(batch.next_times[row], log.times[end - 7 : end + 1])
 
-    class Watching(torch.nn.Module):
-        def loss(self, batch: Histories) -> torch.Tensor:
-            seen.append(batch)
-            return torch.zeros((), requires_grad=True)
 
-    learner._model = Watching()  # type: ignore[assignment]
-    learner.epoch()
-    (batch,) = seen
-    rows = torch.tensor([0, 1]) if batch.items[0] == log.items[LENGTH - 2 - 8] else torch.tensor([1, 0])
-    ends = log.row_splits[rows + 1] - 2  # of the trained steps the last is only predicted
-    places = torch.cat([torch.arange(int(end) - 8, int(end)) for end in ends])
-    assert torch.equal(batch.items, log.items[places])
-    assert torch.equal(batch.next_items, log.items[places + 1])
-    assert torch.equal(batch.next_times, log.times[places + 1])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+def test_a_model_learns_on_a_gpu_by_a_captured_step(kind: str, graph: bool) -> None:
+    learner = NextItemLearner(kind, cycles(), 0, torch.device("cuda"), SMALL, graph=graph)
+    for _ in range(10):
+        learner.epoch()
+    assert learner.metrics(ks=[1])["hit_rate@1"] > 0.9
 
 
 def test_items_of_the_history_are_not_ranked() -> None:
@@ -111,19 +116,53 @@ def test_a_state_does_not_depend_on_what_comes_later() -> None:
 
 
 def test_negatives_are_never_the_wanted_item() -> None:
-    log = cycles(users=2)
-    learner = NextItemLearner(
-        "gru4rec", log, 0, CPU, Settings(dim=4, negatives=1, max_length=8, temperature=1e-3)
-    )
-    batch = learner._histories(torch.tensor([0]), torch.tensor([8]))
-    drawn_from_two = Histories(
-        batch.items % 2, batch.times, batch.next_items % 2, batch.next_times, batch.row_splits
-    )
+    steps = TrainedSteps.of(two_items(), torch.tensor([7, 14]), 8, CPU)
+    batch = steps.batch(torch.tensor([0, 1]))
     model = MODELS["gru4rec"](2, Settings(dim=4, negatives=1, max_length=8, dropout=0.0))
     with torch.no_grad():
-        scores = model.states(drawn_from_two) @ model.vectors().t() / 0.05
-        exact = torch.nn.functional.cross_entropy(scores, drawn_from_two.next_items)
-        assert torch.allclose(model.loss(drawn_from_two), exact)  # of two items the other one is drawn
+        scores = model.padded_states(batch)[batch.real] @ model.vectors().t() / 0.05
+        exact = torch.nn.functional.cross_entropy(scores, batch.next_items[batch.real])
+        assert torch.allclose(model.loss(batch), exact)  # of two items the other one is drawn
+
+
+def two_items() -> UserSequences:
+    """A user with eight steps, and one with seven."""
+    items = torch.randint(2, (15,), generator=torch.Generator().manual_seed(2))
+    return UserSequences.of(torch.arange(15) // 8, items, torch.arange(15) ** 3)
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_padded_histories_have_the_states_of_the_encoder(kind: str) -> None:
+    log, ends = two_items(), torch.tensor([7, 12])
+    model = MODELS[kind](2, SMALL).eval()
+    steps = TrainedSteps.of(log, ends, SMALL.max_length, CPU)
+    padded = steps.batch(torch.tensor([1, -1, 0]))  # in any order, with a row that only fills the batch
+    assert padded.real.sum(1).tolist() == [4, 0, 7]
+    jagged = Histories.of(log, torch.tensor([1, 0]), ends.flip(0), SMALL.max_length, CPU)
+    with torch.no_grad():
+        assert torch.allclose(model.padded_states(padded)[padded.real], model.states(jagged), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_a_row_that_fills_a_batch_changes_no_loss(kind: str) -> None:
+    steps = TrainedSteps.of(two_items(), torch.tensor([7, 12]), SMALL.max_length, CPU)
+    model = MODELS[kind](2, SMALL)
+    losses = [model.loss(steps.batch(torch.tensor(rows))) for rows in ([0, 1], [0, -1, 1, -1])]
+    gradients = [torch.autograd.grad(loss, [model.items.weight])[0] for loss in losses]
+    assert torch.allclose(*losses, atol=1e-6)
+    assert torch.allclose(*gradients, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_a_step_never_waits_for_values_so_that_a_gpu_can_capture_it(kind: str) -> None:
+    device = torch.device("meta")  # tensors without values: looking at one is an error
+    model = MODELS[kind](2, SMALL).to(device)
+    steps = TrainedSteps.of(two_items(), torch.tensor([7, 12]), SMALL.max_length, device)
+    optimizer = torch.optim.Adam(model.parameters())
+    trainer = PaddedTrainer(model, steps, optimizer, batch=4, graph=False)
+    assert trainer.train(torch.arange(2, device=device)).shape == ()
+    with pytest.raises(RuntimeError):
+        float(trainer.train(torch.arange(2, device=device)))  # as looking would
 
 
 def wheel_of(folder: Path, log: UserSequences) -> Path:
@@ -180,9 +219,22 @@ def test_the_command_prints_metrics_by_seed_with_the_protocol(
     assert "HR@10" in said.err
 
 
+def test_models_are_trained_at_the_same_time_with_the_same_results() -> None:
+    log = cycles(users=8)
+    options = ExperimentSequencesOptions(models=("gru4rec", "sasrec"), seeds=1, epochs=2)
+    alone = list(trained(options, log, SMALL))
+    together = list(trained(replace(options, jobs=2), log, SMALL))
+    assert [one.model for one in together] == ["gru4rec", "sasrec"]
+    assert [one.metrics for one in together] == [one.metrics for one in alone]
+
+
 @pytest.mark.parametrize(
     ("word", "value", "said"),
-    [("--seeds", "0", "--seeds must be"), ("--evaluate-every", "0", "--evaluate-every must be")],
+    [
+        ("--seeds", "0", "--seeds must be"),
+        ("--evaluate-every", "0", "--evaluate-every must be"),
+        ("--jobs", "0", "--jobs must be"),
+    ],
 )
 def test_numbers_below_one_are_refused(
     word: str, value: str, said: str, capsys: pytest.CaptureFixture[str]

@@ -35,6 +35,9 @@ SHORT = 8
 """Sequences up to this length may be in one group."""
 _PER_BUCKET = 0.301
 """Buckets of time gaps are this wide, by the natural logarithm: each ends at 1.35 times the one before."""
+_EPSILON = 1e-6
+"""Of the norms of an HSTU layer, as published. In a new layer the sums over steps have a variance of 1e-9 to
+1e-7, since weights are divided by the most steps: a larger epsilon hides what attention found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +267,10 @@ class HSTULayer(nn.Module):
         super().__init__()
         self.max_length, self.heads = max_length, heads
         self.widths = [heads * linear_dim, heads * linear_dim, heads * attention_dim, heads * attention_dim]
-        self.norm = nn.LayerNorm(dim)
+        self.norm = nn.LayerNorm(dim, eps=_EPSILON)
         self.kernel = nn.Parameter(torch.empty(dim, sum(self.widths)))
         nn.init.normal_(self.kernel, std=0.02)
-        self.output_norm = nn.LayerNorm(heads * linear_dim)
+        self.output_norm = nn.LayerNorm(heads * linear_dim, eps=_EPSILON)
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(heads * linear_dim, dim)
         nn.init.xavier_uniform_(self.output.weight)
