@@ -23,7 +23,8 @@ from monolith.feature import Batch, Each, FeatureIds
 from monolith.model import HSTU, EmbeddingOptimizer, Feature, GRU4Rec, SASRec
 from monolith.model.next_item import NextItem
 from monolith.nn import GRUEncoder, HSTUEncoder, SASRecEncoder
-from monolith.nn.layers.transducers import HSTULayer, SASRecLayer, positions_of
+from monolith.nn.layers.jagged_attention import positions_of
+from monolith.nn.layers.transducers import HSTULayer, SASRecLayer
 from monolith.table import Adam
 from monolith.tensors import RaggedTensor
 

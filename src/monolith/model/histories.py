@@ -13,7 +13,7 @@ from monolith.feature import Batch, Each, FeatureSpec, HistoryFeature
 from monolith.model.collection import PreparedBatch
 from monolith.model.features import FeatureSet
 from monolith.model.ready import ModelInput
-from monolith.nn.layers.transducers import sequence_of
+from monolith.nn.layers.jagged_attention import sequence_of
 from monolith.tensors import RaggedTensor
 
 TIME = ".time"

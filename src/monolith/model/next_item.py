@@ -34,7 +34,7 @@ from monolith.nn import (
     SASRecEncoder,
     sampled_softmax_loss,
 )
-from monolith.nn.layers.transducers import positions_of
+from monolith.nn.layers.jagged_attention import positions_of
 from monolith.tensors import RaggedTensor
 
 Steps = Literal["all", "last"]

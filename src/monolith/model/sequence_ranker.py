@@ -31,7 +31,7 @@ from monolith.model.ready import (
     tower,
 )
 from monolith.nn import GRUEncoder, HSTUEncoder, SASRecEncoder
-from monolith.nn.layers.transducers import sequence_of
+from monolith.nn.layers.jagged_attention import sequence_of
 from monolith.tensors import RaggedTensor
 
 Encoder = Literal["hstu", "sasrec", "gru"]

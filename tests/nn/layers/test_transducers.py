@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from monolith.errors import LayerArgumentError
 from monolith.nn.layers import GRUEncoder, HSTUEncoder, SASRecEncoder
-from monolith.nn.layers.transducers import SHORT, length_groups, positions_of
 
 DIM, LONGEST = 8, 40
 LENGTHS = (3, 0, 1, 17, 40, 5, 0, 16)
@@ -178,29 +177,3 @@ def test_a_gru_is_torchs() -> None:
     found = encoder(values.flatten(0, 1), splits_of((9, 9)))
     expected = encoder.gru(values.transpose(0, 1))[0].transpose(0, 1)
     torch.testing.assert_close(found.unflatten(0, (2, 9)), expected)
-
-
-# Groups
-
-
-def test_groups_hold_every_step_once_and_pad_little() -> None:
-    lengths = tuple(torch.randint(0, 300, (200,)).tolist())
-    splits = splits_of(lengths)
-    places, padded = [], 0
-    for group in length_groups(splits):
-        length = group.places.shape[1]
-        places += group.places[group.real].tolist()
-        padded += group.places.numel() if length > SHORT else 0
-        assert length <= max(SHORT, 1.25 * int(group.real.sum(1).min()))
-    assert sorted(places) == list(range(sum(lengths)))
-    assert padded < 1.25 * sum(lengths)
-
-
-def test_groups_stay_within_their_memory() -> None:
-    splits = splits_of((10,) * 100)
-    assert {len(group.places) for group in length_groups(splits, heads=2, most_cells=2_000)} == {10}
-    assert [len(group.places) for group in length_groups(splits, most_cells=1)] == [1] * 100
-
-
-def test_positions_count_from_the_start_of_each_sequence() -> None:
-    assert positions_of(splits_of((2, 0, 3)), 5).tolist() == [0, 1, 0, 1, 2]

@@ -8,16 +8,11 @@ that each state may be trained to predict the step behind it.
     SASRecEncoder   a transformer with causal attention (Kang and McAuley, 2018)
     GRUEncoder      a recurrent network (Hidasi et al., 2016), for comparison
 
-Attention needs sequences next to each other. They are taken together by length, a group at a time, so that
-one long sequence does not pad all: see `length_groups`. How many groups there are depends on the lengths,
-which a graph of torch.export cannot know: there `numbers` is given, and all sequences are one group.
+`jagged_attention` says how the first two attend. A graph of torch.export cannot look at lengths: there
+`numbers` is given, and sequences are padded to as many steps.
 """
 
 from __future__ import annotations
-
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,105 +21,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from monolith.errors import LayerArgumentError
 from monolith.nn.layers.dense import check_positive, check_shape
+from monolith.nn.layers.jagged_attention import PairBias, hstu_attention, positions_of, softmax_attention
 
-MOST_CELLS = 1 << 24
-"""Attention weights that are computed at once, over all heads: 64 MiB of float32."""
-PADDED = 1.25
-"""The longest sequence of a group is at most this many times its shortest, but for short ones."""
-SHORT = 8
-"""Sequences up to this length may be in one group."""
-_PER_BUCKET = 0.301
-"""Buckets of time gaps are this wide, by the natural logarithm: each ends at 1.35 times the one before."""
 _EPSILON = 1e-6
 """Of the norms of an HSTU layer, as published. In a new layer the sums over steps have a variance of 1e-9 to
 1e-7, since weights are divided by the most steps: a larger epsilon hides what attention found."""
-
-
-@dataclass(frozen=True, slots=True)
-class LengthGroup:
-    """Sequences of similar length, and where their steps are."""
-
-    places: Tensor
-    """int64 of shape (sequences, length): of each step among all steps. Behind the end of a sequence, any."""
-    real: Tensor
-    """bool of the same shape: which steps there are."""
-
-
-def length_groups(row_splits: Tensor, heads: int = 1, most_cells: int = MOST_CELLS) -> Iterator[LengthGroup]:
-    """Cut sequences into groups whose attention weights are computed together, the longest ones first.
-
-    Args:
-        row_splits: int64 of shape (sequences + 1,). Read on the host: on a GPU, this waits for it.
-    """
-    lengths = row_splits.diff()
-    longest_first = torch.argsort(lengths, descending=True, stable=True)
-    sizes = lengths[longest_first].tolist()
-    begin = 0
-    while begin < len(sizes) and sizes[begin]:
-        length = sizes[begin]
-        least = 1 if length <= SHORT else math.ceil(length / PADDED)
-        most = max(1, most_cells // (heads * length * length))
-        end = begin + 1
-        while end < len(sizes) and sizes[end] >= least and end - begin < most:
-            end += 1
-        rows = longest_first[begin:end]
-        steps = torch.arange(length, device=row_splits.device)
-        real = steps < lengths[rows, None]
-        # A place behind the end is that of the first step: causal attention never looks there.
-        places = row_splits[rows, None] + torch.where(real, steps, 0)
-        yield LengthGroup(places, real)
-        begin = end
-
-
-def _all_in_one(row_splits: Tensor, numbers: Tensor) -> LengthGroup:
-    """Return all sequences as one group, without looking at their lengths.
-
-    Args:
-        numbers: 0, 1 and so on: as many as the longest sequence has, or more.
-    """
-    real = numbers < row_splits.diff()[:, None]
-    return LengthGroup(row_splits[:-1, None] + torch.where(real, numbers, 0), real)
-
-
-def _by_group(
-    row_splits: Tensor,
-    steps: int,
-    heads: int,
-    compute: Callable[[LengthGroup], Tensor],
-    numbers: Tensor | None,
-) -> Tensor | None:
-    """Return what `compute` returns for the steps of each group, in the order of all steps.
-
-    Returns:
-        Shape (steps, ...); None if there is no step.
-    """
-    if numbers is not None:
-        positions = positions_of(row_splits, steps).clamp(max=numbers.shape[0] - 1)
-        return compute(_all_in_one(row_splits, numbers))[sequence_of(row_splits, steps), positions]
-    results, places = [], []
-    for group in length_groups(row_splits, heads):
-        results.append(compute(group)[group.real])
-        places.append(group.places[group.real])
-    if not results:
-        return None
-    order = torch.empty(steps, dtype=torch.int64, device=row_splits.device)
-    order[torch.cat(places)] = torch.arange(steps, device=row_splits.device)
-    return torch.cat(results)[order]
-
-
-def sequence_of(row_splits: Tensor, steps: int) -> Tensor:
-    """Return int64 of shape (steps,): the sequence that each step is in.
-
-    Steps behind the last sequence, with which a graph is padded, count to the last.
-    """
-    places = torch.arange(steps, device=row_splits.device)
-    return torch.searchsorted(row_splits[1:], places, right=True).clamp(max=row_splits.shape[0] - 2)
-
-
-def positions_of(row_splits: Tensor, steps: int) -> Tensor:
-    """Return int64 of shape (steps,): how many steps of its sequence are before each."""
-    starts = row_splits[sequence_of(row_splits, steps)]
-    return torch.arange(steps, device=row_splits.device) - starts
 
 
 class _Encoder(nn.Module):
@@ -153,6 +54,11 @@ class _Encoder(nn.Module):
         if row_splits.dtype is not torch.int64 or not row_splits.shape[0]:
             raise LayerArgumentError(f"{name}: row_splits must be int64 of shape (sequences + 1,)")
         if numbers is not None or row_splits.shape[0] < 2:
+            return positions_of(row_splits, values.shape[0]).clamp(max=self.max_length - 1)
+        if row_splits.is_cuda:
+            # The host reads no lengths. As with an index out of range, CUDA reports an error later.
+            fits = row_splits.diff().max() <= self.max_length
+            torch._assert_async(fits, f"{name}: a sequence has more steps than max_length, {self.max_length}")
             return positions_of(row_splits, values.shape[0]).clamp(max=self.max_length - 1)
         if (longest := int(row_splits.diff().max())) > self.max_length:
             raise LayerArgumentError(
@@ -292,35 +198,13 @@ class HSTULayer(nn.Module):
         gate, content, query, key = torch.split(
             functional.silu(self.norm(values) @ self.kernel), self.widths, 1
         )
-
-        def attend(group: LengthGroup) -> Tensor:
-            scores = self._heads(query, group) @ self._heads(key, group).transpose(2, 3)
-            scores = scores + self._bias(group, times, asked)
-            weights = torch.tril(functional.silu(scores) / self.max_length)
-            return (weights @ self._heads(content, group)).transpose(1, 2).flatten(2)
-
-        attended = _by_group(row_splits, values.shape[0], self.heads, attend, numbers)
-        if attended is None:
-            return values
-        changed: Tensor = self.output(self.dropout(self.output_norm(attended) * gate))
+        query, key, content = (one.unflatten(1, (self.heads, -1)) for one in (query, key, content))
+        bias = PairBias(self.by_distance)
+        if self.by_time is not None:
+            bias = PairBias(self.by_distance, self.by_time, times, asked)
+        attended = hstu_attention(query, key, content, row_splits, self.max_length, bias, numbers)
+        changed: Tensor = self.output(self.dropout(self.output_norm(attended.flatten(1)) * gate))
         return values + changed
-
-    def _heads(self, steps: Tensor, group: LengthGroup) -> Tensor:
-        """Return shape (sequences, heads, length, width of a head)."""
-        return steps[group.places].view(*group.places.shape, self.heads, -1).transpose(1, 2)
-
-    def _bias(self, group: LengthGroup, times: Tensor | None, asked: Tensor | None) -> Tensor:
-        """Return what is added to scores, of shape (sequences or 1, 1, length, length)."""
-        steps = torch.arange(group.places.shape[1], device=group.places.device)
-        apart = (steps[:, None] - steps).clamp(min=0, max=self.max_length - 1)
-        bias = self.by_distance[apart][None, None]
-        if self.by_time is None:
-            return bias
-        assert times is not None
-        assert asked is not None
-        gaps = (asked[group.places][:, :, None] - times[group.places][:, None, :]).clamp(min=1)
-        buckets = (gaps.to(torch.float64).log() / _PER_BUCKET).long().clamp(max=len(self.by_time) - 1)
-        return bias + self.by_time[buckets][:, None]
 
 
 class SASRecEncoder(_Encoder):
@@ -403,19 +287,9 @@ class SASRecLayer(nn.Module):
     def forward(self, values: Tensor, row_splits: Tensor, numbers: Tensor | None) -> Tensor:
         """Return values of the same shape; see `SASRecEncoder.forward`."""
         asked = self.attention(self.attention_norm(values))
+        query, key, content = asked.unflatten(1, (3, self.heads, -1)).unbind(1)
         dropped = self.dropout.p if self.training else 0.0
-
-        def attend(group: LengthGroup) -> Tensor:
-            parts = asked[group.places].view(*group.places.shape, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-            query, key, content = parts
-            found = functional.scaled_dot_product_attention(
-                query, key, content, dropout_p=dropped, is_causal=True
-            )
-            return found.transpose(1, 2).flatten(2)
-
-        attended = _by_group(row_splits, values.shape[0], self.heads, attend, numbers)
-        if attended is None:
-            return values
+        attended = softmax_attention(query, key, content, row_splits, dropped, numbers).flatten(1)
         values = values + self.dropout(self.attention_output(attended))
         changed: Tensor = self.dropout(self.network(self.network_norm(values)))
         return values + changed
