@@ -116,6 +116,28 @@ class BenchRunOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchStreamOptions:
+    """Train an HSTU model on days in order, evaluate it on each next day, and resume it within a day."""
+
+    scale: float = 1.0
+    """The size of everything: 1 is for a laptop, 100 for an H200. At scale s there are 400 s^0.7 users,
+    2,000 s items, histories of up to 64 s^0.75 steps, 32 s^0.6 floats in a vector, 2 + log10(s) layers and
+    batches of 64 s^0.15 examples."""
+    days: int = 3
+    """The days that are trained on, one after another."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """The device the model computes on. With cuda the rows are on it, too, and products are of bfloat16."""
+    folder: str | None = None
+    """The folder for checkpoints, which are removed in the end; by default that for temporary files."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same events and first weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchPartsOptions:
     """Measure the parts of a training step on the CPU: on one thread, on more, on as many as we choose."""
 

@@ -96,7 +96,7 @@ def why_no_fbgemm() -> str | None:
 
 @contextmanager
 def quiet_logs() -> Iterator[None]:
-    """Suppress what FBGEMM logs to the root logger: some 20 lines per table."""
+    """Suppress log lines below a warning: FBGEMM logs some 20 per table, and a run some at its end."""
     logging.disable(logging.INFO)
     try:
         yield
