@@ -48,37 +48,51 @@ class PinnedPool:
         self.made = 0
         """How many buffers were allocated."""
         self._lock = threading.Lock()
-        self._kept: list[tuple[Tensor, DeviceEvent | None]] = []  # guarded by the lock; the oldest first
+        self._kept: list[_Kept] = []  # guarded by the lock; the oldest first
 
     def lend(self, size: int) -> Tensor:
         """Return at least `size` bytes of pinned memory that no copy uses any more."""
         with self._lock:
-            waiting = [event for _, event in self._kept if event is not None and not event.query()]
+            waiting = [one for one in self._kept if not one.is_free()]
             if len(waiting) >= self._under_way:
-                waiting[0].synchronize()
-            found: int | None = None
-            for place, (memory, event) in enumerate(self._kept):
-                if event is not None and not event.query():
-                    continue
-                if len(memory) >= size and (found is None or len(memory) < len(self._kept[found][0])):
-                    found = place
-            if found is not None:
-                return self._kept.pop(found)[0]
-            self._drop_one_too_small(size)
+                waiting[0].wait()
+            fitting = [one for one in self._kept if one.after is None and one.size >= size]
+            if fitting:
+                found = min(fitting, key=lambda one: one.size)
+                self._kept.remove(found)
+                return found.memory
+            # Buffers must not add up as batches grow.
+            small = next((one for one in self._kept if one.after is None), None)
+            if small is not None:
+                self._kept.remove(small)
             self.made += 1
         return self._device.pinned((_rounded(size * _SPARE),), torch.uint8)
 
     def give_back(self, memory: Tensor, after: DeviceEvent | None = None) -> None:
         """Take memory back; it is lent again once the event `after` is reached."""
         with self._lock:
-            self._kept.append((memory, after))
+            self._kept.append(_Kept(memory, memory.numel(), after))
 
-    def _drop_one_too_small(self, size: int) -> None:
-        """Drop a buffer that is too small, so that buffers do not add up as batches grow."""
-        for place, (memory, event) in enumerate(self._kept):
-            if len(memory) < size and (event is None or event.query()):
-                del self._kept[place]
-                return
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """Memory that a pool may lend."""
+
+    memory: Tensor
+    size: int
+    after: DeviceEvent | None
+    """Until this event is reached, a copy uses the memory; None once that is known. A step lends twice, and
+    asking for an event takes a few microseconds: so each is asked for until it is reached, and no longer."""
+
+    def is_free(self) -> bool:
+        if self.after is not None and self.after.query():
+            self.after = None
+        return self.after is None
+
+    def wait(self) -> None:
+        if self.after is not None:
+            self.after.synchronize()
+            self.after = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
