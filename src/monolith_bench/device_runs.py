@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,8 +113,8 @@ class PlainRun:
 class GraphedRun:
     """The same with whole steps replayed from CUDA graphs, one for each size of batches.
 
-    Batches go to the device in each step, ids and labels, by a thread as in `monolith train`. If the trainer
-    has rows in host memory, that thread brings those of each batch, too.
+    Batches go to the device in each step, ids and labels, as in `monolith train`: between two launches; or if
+    the trainer has rows in host memory, by a thread that brings those of each batch, too.
     """
 
     def __init__(self, trainer: OurTrainer, device: Device, *, half: bool = False) -> None:
@@ -129,9 +130,12 @@ class GraphedRun:
     def run(self, numbers: Iterable[int]) -> None:
         graph = self._graph
         steps: deque[GraphedStep] = deque()
-        with PrefetchPipeline(iter(numbers), self._send, lambda _, sent: sent) as lane:
-            while (found := lane.next()) is not None:
-                _, sent = found
+        with ExitStack() as opened:
+            batches: Iterator[SentBatch] = map(self._send, numbers)
+            if graph.hot_rows:
+                ahead = PrefetchPipeline(iter(numbers), self._send, lambda _, sent: sent)
+                batches = (sent for _, sent in iter(opened.enter_context(ahead).next, None))
+            for sent in batches:
                 if not graph.takes(sent):
                     raise RuntimeError(graph.trouble or "the device has no room for the rows of a batch")
                 steps.append(graph.train(sent))

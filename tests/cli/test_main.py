@@ -51,6 +51,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
+@pytest.mark.parametrize(
+    ("cores", "given", "expected"), [(2, None, "PASSIVE"), (2, "ACTIVE", "ACTIVE"), (16, None, None)]
+)
+def test_on_few_cores_idle_threads_of_torch_sleep(
+    cores: int, given: str | None, expected: str | None, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that it is as before after the test
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    monkeypatch.setattr(cli, "usable_cores", lambda: cores)
+    assert cli.main(["bench", "table"]) == 0
+    assert calls.options
+    assert os.environ.get("OMP_WAIT_POLICY") == expected
+
+
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
 def test_without_a_command_it_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 0

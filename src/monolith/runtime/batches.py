@@ -156,6 +156,8 @@ class TrainingBatches:
         """Whether rows are looked up when a step begins, after the updates of the steps before it."""
         self.send: Callable[[Batch], Any] | None = None
         """Sends a batch to a GPU, which looks its rows up in the step, in place of looking them up here."""
+        self.send_ahead = False
+        """Whether batches are sent by the thread that reads ahead: it brings rows from host memory, too."""
         self._pipeline: _Pipeline | None = None
         self.interrupted = False
         """Whether this process was asked to stop, and should not wait for data."""
@@ -244,7 +246,13 @@ class TrainingBatches:
         prepare: Callable[[Batch], Any] = model.prepare
         complete: Callable[[ReadBatch, Any], Any] | None = None
         if self.send is not None:
-            prepare, complete = self.send, lambda _, sent: sent
+            # Steps are launched ahead of the device, so it has work while this thread sends a batch. Another
+            # thread would compete with it for the interpreter: a step of 8,192 examples took 1.45 ms, not 1.2.
+            send = self.send
+            if self.send_ahead:
+                prepare, complete = send, lambda _, sent: sent
+            else:
+                prepare, complete = lambda _: None, lambda read, _: send(read.batch)
         elif self._fresh:
             prepare, complete = model.gather, lambda read, gathered: model.prepare(read.batch, gathered)
         self._pipeline = pipeline = PrefetchPipeline(

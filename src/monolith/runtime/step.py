@@ -89,7 +89,7 @@ class TrainingStep:
             nullcontext if self._graph is None else self._graph.on_stream
         )
         if self._graph is not None:
-            batches.send = self._send
+            batches.send, batches.send_ahead = self._send, bool(self._graph.hot_rows)
 
     def take(self) -> StepResult | None:
         """Predict the next batch, then train on it; None if there is no batch for now.
