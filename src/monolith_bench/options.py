@@ -85,8 +85,9 @@ class BenchTrainOptions:
 class BenchRunOptions:
     """Measure `monolith train` from CSV and Parquet files, next to its loop, its reading and torch alone."""
 
-    records: int = 1_000_000
-    """The number of records in each file; a run reads them again and again."""
+    records: int = 400_000
+    """The number of records in each file; a run reads them again and again, and creates its rows in the first
+    pass."""
     ids: int = 10_000_000
     """The number of ids of all features together."""
     features: int = 26
@@ -102,7 +103,7 @@ class BenchRunOptions:
     batch: int | None = None
     """The number of examples in a batch; by default 2048, and with cuda 8192."""
     seconds: float = 20.0
-    """How long each run trains; its speed is that of the second half."""
+    """How long each run trains; its speed is that of the second half, after the first pass over the file."""
     repeats: int = 2
     """The number of runs of each kind; the best counts."""
     set: tuple[str, ...] = ()

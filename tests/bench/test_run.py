@@ -47,12 +47,23 @@ def test_the_report_compares_runs_with_loop_reading_and_torch() -> None:
 def test_the_speed_is_that_of_the_second_half_before_the_run_stops() -> None:
     lines = run.progress_lines(LOG)
     assert [step for _, step in lines] == [1, 11, 1011]
-    assert run.steady_pace(lines) == pytest.approx(200)
+    assert run.steady_pace(lines, first_pass=5) == pytest.approx(200)
+
+
+def test_the_first_pass_over_the_file_has_a_speed_of_its_own() -> None:
+    lines = [(0.0, 1), (2.0, 21), (4.0, 41), (5.0, 61), (6.0, 161), (8.0, 361)]
+    assert run.first_pace(lines, first_pass=50) == pytest.approx(10)
+    assert run.steady_pace(lines, first_pass=50) == pytest.approx(100)
+    assert run.first_pace(lines, first_pass=10) is None
+
+
+def test_a_run_within_its_first_pass_has_the_speed_of_its_second_half() -> None:
+    assert run.steady_pace([(0.0, 1), (2.0, 21), (4.0, 61)], first_pass=1000) == pytest.approx(20)
 
 
 def test_too_few_lines_tell_no_speed() -> None:
     with pytest.raises(UnavailableError, match="too few"):
-        run.steady_pace(run.progress_lines(LOG)[:2])
+        run.steady_pace(run.progress_lines(LOG)[:2], first_pass=5)
 
 
 def test_a_worker_whose_row_group_is_smaller_than_a_batch_yields_batches(tmp_path: Any) -> None:
