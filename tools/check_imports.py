@@ -122,13 +122,16 @@ OWNERS = {
     "uvicorn": {"serve"},
 }
 
+KERNELS = {"triton": "monolith.nn.layers.jagged_kernels"}
+"""Packages of a CUDA build of torch, and the module that is written with one and imported when it is used."""
+
 PURE_CALLS = """
     TypeVar ParamSpec TypeVarTuple ContextVar NewType NamedTuple namedtuple TypedDict Enum auto field cast
     Lock property bool bytes dict enumerate float frozenset int len list max min object
     range set sorted str sum tuple type vars zip
     items keys values join split strip format encode removeprefix removesuffix
     Decimal Fraction MappingProxyType Path PurePath PurePosixPath Struct
-    attrgetter itemgetter partial timedelta open_when_asked module_when_used _ThisThread
+    attrgetter itemgetter partial timedelta constexpr open_when_asked module_when_used _ThisThread
     re.compile logging.getLogger logging.makeLogRecord textwrap.dedent np.dtype np.finfo np.iinfo
     np.float32 np.float64 np.int32 np.int64 np.uint32 np.uint64 torch.finfo torch.iinfo
 """
@@ -137,7 +140,7 @@ PURE_CALLS = """
 PURE_DECORATORS = """
     dataclass dataclass_transform property setter getter deleter cached_property staticmethod classmethod
     abstractmethod overload override final runtime_checkable unique total_ordering wraps deprecated
-    cache lru_cache contextmanager asynccontextmanager no_grad inference_mode once_differentiable
+    cache lru_cache contextmanager asynccontextmanager no_grad inference_mode once_differentiable jit
 """
 
 
@@ -292,6 +295,8 @@ def check_packages(module: Module) -> Iterator[Finding]:
             continue
         for package in sorted({name.split(".")[0] for name in names_imported(node, module)}):
             if package in EVERYWHERE or package in sys.stdlib_module_names:
+                continue
+            if KERNELS.get(package) == module.name:
                 continue
             if module.room in PLAIN:
                 yield module.finding(node, f"{module.room} imports {package}, but needs only torch and numpy")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from monolith.cli.commands import Command
 from monolith_bench.options import (
+    BenchAttentionOptions,
     BenchCheckpointOptions,
     BenchDataOptions,
     BenchFleetOptions,
@@ -45,6 +46,7 @@ BENCH = {
     "bench sync": Command(BenchSyncOptions, "monolith_bench.sync"),
     "bench serve": Command(BenchServeOptions, "monolith_bench.serve"),
     "bench freshness": Command(BenchFreshnessOptions, "monolith_bench.freshness"),
+    "bench attention": Command(BenchAttentionOptions, "monolith_bench.attention"),
     "bench scale": Command(BenchScaleOptions, "monolith_bench.scale"),
 }
 

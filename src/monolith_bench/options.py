@@ -239,6 +239,32 @@ class BenchSyncOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchAttentionOptions:
+    """Measure attention over jagged sequences: its share of a GPU's peak, and next to padded attention."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """The device to measure."""
+    lengths: tuple[int, ...] = (256, 1024, 4096)
+    """Lengths of sequences, all of one length in a batch; on a GPU."""
+    steps: int = 32_768
+    """The number of steps in such a batch, of all sequences together."""
+    heads: int = 4
+    """The number of heads."""
+    width: int = 128
+    """Floats of a query, key and value in a head; 128 is what matrix units are fastest with."""
+    repeats: int = 4
+    """The number of rounds, after one to warm up; the best counts."""
+    seconds: float = 0.05
+    """Seconds that each contender works for in a round, at least."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """Draws lengths and values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchScaleOptions:
     """Simulate up to a thousand parameter servers, from costs measured on this machine."""
 

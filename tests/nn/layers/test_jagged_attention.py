@@ -67,7 +67,7 @@ class Case:
     by_time: bool = True
     dtype: torch.dtype = torch.float32
     behind: int = 0
-    """Steps behind the last sequence."""
+    """JaggedSteps behind the last sequence."""
 
     @property
     def max_length(self) -> int:
@@ -158,14 +158,15 @@ def splits_of(lengths: tuple[int, ...]) -> Tensor:
 
 def hstu_by_kernels(inputs: Inputs) -> Tensor:
     """Attend as `hstu_attention` does on a GPU, in the interpreter, too."""
-    from monolith.nn.layers.jagged_kernels import JaggedSilu
+    from monolith.nn.layers.jagged_kernels import JaggedSilu, JaggedSteps
 
     bias = inputs.bias
-    bounds = None if bias.by_time is None else time_bounds(len(bias.by_time), DEVICE)
-    tables = (bias.by_distance, bias.by_time, bounds, bias.times, bias.asked)
-    result: Tensor = JaggedSilu.apply(
-        inputs.query, inputs.key, inputs.content, inputs.row_splits, inputs.max_length, *tables
-    )
+    steps = JaggedSteps(inputs.row_splits, inputs.max_length)
+    if bias.by_time is not None:
+        bounds = time_bounds(len(bias.by_time), DEVICE)
+        steps = replace(steps, bounds=bounds, times=bias.times, asked=bias.asked)
+    parts = (inputs.query, inputs.key, inputs.content)
+    result: Tensor = JaggedSilu.apply(*parts, bias.by_distance, bias.by_time, steps)
     return result
 
 
@@ -271,6 +272,63 @@ def test_tf32_is_used_if_torch_may_use_it() -> None:
     assert not torch.equal(found["out"], hstu_by_kernels(inputs))
 
 
+# Softmax
+
+
+def softmax_by_kernels(inputs: Inputs, dropout: float = 0.0) -> Tensor:
+    from monolith.nn.layers.jagged_kernels import JaggedSoftmax, JaggedSteps
+
+    steps = JaggedSteps(inputs.row_splits, inputs.max_length)
+    result: Tensor = JaggedSoftmax.apply(inputs.query, inputs.key, inputs.content, steps, dropout)
+    return result
+
+
+def softmax_by_torch(inputs: Inputs) -> Tensor:
+    return softmax_attention(inputs.query, inputs.key, inputs.content, inputs.row_splits, inputs.max_length)
+
+
+SOFTMAX = {
+    "several": Case(heads=2, by_distance=False, by_time=False),
+    "widths that no block has": Case(width=50, content_width=3, by_distance=False, by_time=False),
+    "no step": Case(lengths=(0, 0), by_distance=False, by_time=False),
+    "steps behind the last sequence": Case(lengths=(5, 2), behind=4, by_distance=False, by_time=False),
+    "just a block, and one step more": Case(lengths=(128, 129), width=8, by_distance=False, by_time=False),
+}
+SOFTMAX |= {
+    name: replace(case, by_distance=False, by_time=False)
+    for name, case in (ON_GPU_ALONE if ON_GPU else {}).items()
+}
+
+
+@kernels
+@pytest.mark.usefixtures("no_tf32")
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_softmax_kernels_give_what_torch_gives(name: str) -> None:
+    inputs = Inputs.of(SOFTMAX[name])
+    right = inputs.in_float64()
+    expected = softmax_by_torch(right)
+    weights = torch.randn(expected.shape).to(SOFTMAX[name].dtype).double()
+    found = results(inputs, softmax_by_kernels(inputs), weights)
+    assert_near(found, results(right, expected, weights), TOLERANCES[SOFTMAX[name].dtype])
+
+
+@kernels
+def test_dropped_weights_are_the_same_ones_in_backward() -> None:
+    """A result is linear in the content: the gradient of each element sums the weights that were kept."""
+    inputs = Inputs.of(Case(lengths=(40, 3), by_distance=False, by_time=False))
+    whole = replace(inputs, content=torch.ones_like(inputs.content).requires_grad_())
+    kept = softmax_by_kernels(whole, 0.3)
+    (gradient,) = torch.autograd.grad(kept.sum(), whole.content)
+    torch.testing.assert_close(gradient.sum(), kept.sum())
+    assert 0.9 < float(kept.mean()) < 1.1  # those that are kept make up for the others
+    assert float(kept.std()) > 0.01
+    torch.manual_seed(7)
+    first = softmax_by_kernels(inputs, 0.3)
+    torch.manual_seed(7)
+    assert torch.equal(first, softmax_by_kernels(inputs, 0.3))
+    assert not torch.equal(first, softmax_by_kernels(inputs, 0.3))
+
+
 # What models of sequences need for CUDA graphs
 
 
@@ -344,7 +402,7 @@ def test_steps_behind_the_last_sequence_have_a_result_of_zeros(attend: str) -> N
     if attend == "hstu":
         found = hstu_attention(query, key, content, splits, 5)
     else:
-        found = softmax_attention(query, key, content, splits)
+        found = softmax_attention(query, key, content, splits, 5)
     assert found[:5].abs().sum(2).min() > 0
     assert found[5:].tolist() == torch.zeros(2, 2, 4).tolist()
 

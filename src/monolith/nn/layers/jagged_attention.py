@@ -1,7 +1,7 @@
 """Causal attention over jagged sequences, in plain torch or by Triton kernels.
 
-Sequences lie end to end in tensors of shape (n, heads, width), and row splits say where each one begins. Step i
-of a sequence attends to steps 0 to i of the same sequence.
+Sequences lie end to end in tensors of shape (n, heads, width), and row splits say where each one begins. Step
+i of a sequence attends to steps 0 to i of the same sequence.
 
     hstu_attention      weights silu(q . k + bias) / max_length, without a softmax (Zhai et al., 2024)
     softmax_attention   as of transformers
@@ -67,7 +67,7 @@ def hstu_attention(
 ) -> Tensor:
     """Return the sums of `content` by the weights `silu(query . key + bias) / max_length`.
 
-    Shapes: n steps of all sequences together. Steps behind the last sequence have a result of zeros.
+    Shapes: n steps of all sequences together. JaggedSteps behind the last sequence have a result of zeros.
 
     Args:
         query: float of shape (n, heads, width).
@@ -83,21 +83,16 @@ def hstu_attention(
     """
     bias = PairBias() if bias is None else bias
     if numbers is None and has_kernels(query, content):
-        from monolith.nn.layers.jagged_kernels import JaggedSilu
+        from monolith.nn.layers.jagged_kernels import JaggedSilu, JaggedSteps
 
-        bounds = None if bias.by_time is None else time_bounds(len(bias.by_time), query.device)
-        result: Tensor = JaggedSilu.apply(
-            query,
-            key,
-            content,
-            row_splits,
-            max_length,
-            bias.by_distance,
-            bias.by_time,
-            bounds,
-            bias.times,
-            bias.asked,
-        )
+        steps = JaggedSteps(row_splits.to(query.device), max_length)
+        if bias.by_time is not None:
+            assert bias.times is not None
+            assert bias.asked is not None
+            bounds = time_bounds(len(bias.by_time), query.device)
+            times, asked = bias.times.to(query.device), bias.asked.to(query.device)
+            steps = JaggedSteps(steps.row_splits, max_length, bounds, times, asked)
+        result: Tensor = JaggedSilu.apply(query, key, content, bias.by_distance, bias.by_time, steps)
         return result
 
     def attend(group: LengthGroup) -> Tensor:
@@ -115,6 +110,7 @@ def softmax_attention(
     key: Tensor,
     content: Tensor,
     row_splits: Tensor,
+    max_length: int,
     dropout: float = 0.0,
     numbers: Tensor | None = None,
 ) -> Tensor:
@@ -127,6 +123,12 @@ def softmax_attention(
     Returns:
         float of shape (n, heads, content_width).
     """
+    if numbers is None and has_kernels(query, content):
+        from monolith.nn.layers.jagged_kernels import JaggedSoftmax, JaggedSteps
+
+        steps = JaggedSteps(row_splits.to(query.device), max_length)
+        result: Tensor = JaggedSoftmax.apply(query, key, content, steps, dropout)
+        return result
 
     def attend(group: LengthGroup) -> Tensor:
         heads = (group.heads_of(one) for one in (query, key, content))
@@ -153,21 +155,21 @@ def _has_triton() -> bool:
 
 @lru_cache
 def time_bounds(buckets: int, device: torch.device) -> Tensor:
-    """Return the least gap of each bucket of time gaps, and one that no gap reaches: int64 of (buckets + 1,).
+    """Return where buckets of time gaps begin, and one bound that no gap reaches: int64 of (buckets + 1,).
 
-    Bucket b has the gaps of which the natural logarithm, divided by `BUCKET_WIDTH` and rounded down, is b; gaps
-    below 1 are in the first bucket, and the last one has no end. Integers make this exact on all devices.
+    Bucket b has the gaps of which the natural logarithm, divided by `BUCKET_WIDTH` and rounded down, is b;
+    gaps below 1 are in the first bucket, and the last one has no end. Integers make this exact everywhere.
     """
-    unreachable = 2**63 - 1
-    bounds = [1]
+    unreachable = 2**62
+    bounds = [-unreachable]
     for bucket in range(1, buckets):
+        bound = math.ceil(math.exp(min(bucket * BUCKET_WIDTH, 44.0)))
         # A float is off by a few units in the last place.
-        bound = unreachable if bucket * BUCKET_WIDTH > 43.6 else math.ceil(math.exp(bucket * BUCKET_WIDTH))
         while bound < unreachable and math.log(bound) / BUCKET_WIDTH < bucket:
             bound += 1
         while bound < unreachable and math.log(bound - 1) / BUCKET_WIDTH >= bucket:
             bound -= 1
-        bounds.append(bound)
+        bounds.append(min(bound, unreachable))
     made = torch.tensor([*bounds, unreachable])
     # A copy from pinned memory is the only one for which the host does not wait.
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
@@ -275,7 +277,7 @@ def _by_group(
 def sequence_of(row_splits: Tensor, steps: int) -> Tensor:
     """Return int64 of shape (steps,): the sequence that each step is in.
 
-    Steps behind the last sequence, with which a graph is padded, count to the last.
+    JaggedSteps behind the last sequence, with which a graph is padded, count to the last.
     """
     places = torch.arange(steps, device=row_splits.device)
     return torch.searchsorted(row_splits[1:], places, right=True).clamp(max=row_splits.shape[0] - 2)

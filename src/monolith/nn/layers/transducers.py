@@ -249,7 +249,8 @@ class SASRecEncoder(_Encoder):
         nn.init.normal_(self.positions, std=0.02)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
-            SASRecLayer(dim, heads, dim if hidden is None else hidden, dropout) for _ in range(layers)
+            SASRecLayer(dim, max_length, heads, dim if hidden is None else hidden, dropout)
+            for _ in range(layers)
         )
         self.norm = nn.LayerNorm(dim)
 
@@ -271,10 +272,10 @@ class SASRecEncoder(_Encoder):
 class SASRecLayer(nn.Module):
     """One block of a `SASRecEncoder`, which documents the arguments."""
 
-    def __init__(self, dim: int, heads: int, hidden: int, dropout: float) -> None:
+    def __init__(self, dim: int, max_length: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
         check_positive("SASRecEncoder", hidden=hidden)
-        self.heads = heads
+        self.max_length, self.heads = max_length, heads
         self.attention_norm = nn.LayerNorm(dim)
         self.attention = nn.Linear(dim, 3 * dim)
         self.attention_output = nn.Linear(dim, dim)
@@ -289,8 +290,8 @@ class SASRecLayer(nn.Module):
         asked = self.attention(self.attention_norm(values))
         query, key, content = asked.unflatten(1, (3, self.heads, -1)).unbind(1)
         dropped = self.dropout.p if self.training else 0.0
-        attended = softmax_attention(query, key, content, row_splits, dropped, numbers).flatten(1)
-        values = values + self.dropout(self.attention_output(attended))
+        attended = softmax_attention(query, key, content, row_splits, self.max_length, dropped, numbers)
+        values = values + self.dropout(self.attention_output(attended.flatten(1)))
         changed: Tensor = self.dropout(self.network(self.network_norm(values)))
         return values + changed
 
