@@ -36,6 +36,7 @@ from monolith.nn import auc
 from monolith.observe import progress
 from monolith.runtime import Trainer
 from monolith.train import Hook, Mode, StepResult, Task, TrainConfig, TrainingRun
+from monolith_bench.jobs import computed
 from monolith_bench.movielens import LIKED, RatingLog, fetch_ml_1m, mean_and_error, read_ml_1m_ratings
 from monolith_bench.options import ExperimentOnlineOptions
 from monolith_bench.report import stderr_console
@@ -142,20 +143,23 @@ def predictions(log: RatingLog, kind: str, options: ExperimentOnlineOptions, see
     return torch.cat(hook.found).cpu()
 
 
+def measure(log: RatingLog, kind: str, options: ExperimentOnlineOptions, seed: int) -> OnlineResult:
+    """Measure one model with one seed, and show what it reached."""
+    began = time.perf_counter()
+    later = slice(int(WARM_UP * len(log)), None)
+    scores = predictions(log, kind, options, seed)[later]
+    seconds = time.perf_counter() - began
+    likes = (log.ratings >= LIKED).float()[later]
+    metrics = {"auc": auc(scores, likes), "log_loss": float(binary_cross_entropy(scores, likes))}
+    found = ", ".join(f"{HEADINGS[name]} {metrics[name]:.4f}" for name in METRICS)
+    stderr_console().print(f"[dim]{kind}, seed {seed}, {seconds:.0f} s:[/] {found}", highlight=False)
+    return OnlineResult(kind, seed, metrics, seconds)
+
+
 def measured(options: ExperimentOnlineOptions, log: RatingLog) -> Iterator[OnlineResult]:
     """Measure the models in turn for each seed, so that a busy machine slows all of them."""
-    console = stderr_console()
-    later = slice(int(WARM_UP * len(log)), None)
-    likes = (log.ratings >= LIKED).float()[later]
-    for seed in range(options.seeds):
-        for kind in options.models:
-            began = time.perf_counter()
-            scores = predictions(log, kind, options, seed)[later]
-            seconds = time.perf_counter() - began
-            metrics = {"auc": auc(scores, likes), "log_loss": float(binary_cross_entropy(scores, likes))}
-            found = ", ".join(f"{HEADINGS[name]} {metrics[name]:.4f}" for name in METRICS)
-            console.print(f"[dim]{kind}, seed {seed}, {seconds:.0f} s:[/] {found}", highlight=False)
-            yield OnlineResult(kind, seed, metrics, seconds)
+    calls = [(log, kind, options, seed) for seed in range(options.seeds) for kind in options.models]
+    yield from computed(options.jobs, measure, calls)
 
 
 def protocol(log: RatingLog) -> str:
@@ -168,7 +172,7 @@ def protocol(log: RatingLog) -> str:
 
 def run(options: ExperimentOnlineOptions) -> int:
     """Measure, draw a table on standard error, and print JSON on request."""
-    for name in ("seeds", "batch", "history", "dim"):
+    for name in ("seeds", "batch", "history", "dim", "jobs"):
         if getattr(options, name) < 1:
             raise ConfigError(f"experiment online: --{name} must be at least 1, got {getattr(options, name)}")
     log = read_ml_1m_ratings(fetch_ml_1m(Path(options.folder))).first(options.ratings)

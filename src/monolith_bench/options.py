@@ -525,8 +525,8 @@ class ExperimentSequencesOptions:
     device: str = "cpu"
     """Where models are trained: cpu, cuda or cuda:N."""
     jobs: int = 1
-    """How many models are trained at the same time, each in a process of its own. One model leaves most of a
-    GPU idle."""
+    """How many models are trained at the same time, each in a process of its own, with its share of the
+    cores. One model leaves most of a GPU idle."""
     graph: bool = True
     """On a GPU, capture a training step as a CUDA graph and replay it."""
     tables: bool = False
@@ -557,6 +557,9 @@ class ExperimentOnlineOptions:
     """Read only the first so many ratings; by default all."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where dense layers are trained."""
+    jobs: int = 1
+    """How many models are trained at the same time, each in a process of its own, with its share of the
+    cores."""
     json: bool = False
     """Print one JSON object on standard output; the table goes to standard error."""
 
