@@ -28,6 +28,7 @@ from monolith_bench.options import (
     ExperimentDefaultsOptions,
     ExperimentFreshnessOptions,
     ExperimentMovielensOptions,
+    ExperimentOnlineOptions,
     ExperimentRetrievalOptions,
     ExperimentSequencesOptions,
     TourOptions,
@@ -55,6 +56,7 @@ EXPERIMENT = {
     "experiment defaults": Command(ExperimentDefaultsOptions, "monolith_bench.defaults"),
     "experiment intervals": Command(ExperimentFreshnessOptions, "monolith_bench.sync_intervals"),
     "experiment movielens": Command(ExperimentMovielensOptions, "monolith_bench.quality"),
+    "experiment online": Command(ExperimentOnlineOptions, "monolith_bench.online"),
     "experiment retrieval": Command(ExperimentRetrievalOptions, "monolith_bench.retrieval"),
     "experiment sequences": Command(ExperimentSequencesOptions, "monolith_bench.sequences"),
 }

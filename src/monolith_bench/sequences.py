@@ -18,12 +18,9 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +35,7 @@ from monolith.errors import ConfigError
 from monolith.observe import progress
 from monolith.tensors import RaggedTensor
 from monolith.train import Candidates
+from monolith_bench.jobs import computed
 from monolith_bench.movielens import fetch_ml_1m, mean_and_error, read_ml_1m
 from monolith_bench.options import ExperimentSequencesOptions
 from monolith_bench.report import stderr_console
@@ -235,20 +233,10 @@ def trained(
     options: ExperimentSequencesOptions, log: UserSequences, settings: Settings | None = None
 ) -> Iterator[NextItemResult]:
     """Train each model with each seed, so many at a time as `options.jobs` says; show how far each is."""
-    runs = [(model, seed) for model in options.models for seed in range(options.seeds)]
-    if options.jobs == 1:
-        for model, seed in runs:
-            yield train_one(options, log, model, seed, settings)
-        return
-    # Processes of their own, not forks: a fork cannot use a GPU.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(options.jobs, len(runs)), mp_context=context) as pool:
-        pending = [pool.submit(train_one, options, log, model, seed, settings) for model, seed in runs]
-        try:
-            for future in pending:
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    calls = [
+        (options, log, model, seed, settings) for model in options.models for seed in range(options.seeds)
+    ]
+    yield from computed(options.jobs, train_one, calls)
 
 
 def train_one(
@@ -256,7 +244,7 @@ def train_one(
     log: UserSequences,
     model: str,
     seed: int,
-    settings: Settings | None = None,
+    settings: Settings | None,
 ) -> NextItemResult:
     """Train one model with one seed, and evaluate it now and then."""
     began = time.perf_counter()
@@ -264,8 +252,6 @@ def train_one(
     device = torch.device(options.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
-    if options.jobs > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.jobs))
     learner = NextItemLearner(model, log, seed, device, settings, tables=options.tables, graph=options.graph)
     course, seconds = [], 0.0
     with progress(f"{model}, seed {seed}", options.epochs * learner.steps, "steps") as shown:
