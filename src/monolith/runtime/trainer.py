@@ -238,6 +238,8 @@ class Trainer:
         membership = coordinator.membership
         model_dir = config.model_dir if membership.is_chief else ""  # only the chief writes there
         with contextlib.ExitStack() as open_things:
+            if config.deterministic and (self._accelerator is None or self._accelerator.name == "cpu"):
+                open_things.enter_context(_ORDERED_SUMS)
             if model_dir:
                 filesystem.make_dirs(config.model_dir)
                 open_things.enter_context(ModelDirLock(config.model_dir))
@@ -728,6 +730,47 @@ def _best(best: BestSoFar) -> BestEvaluation | None:
     if best.step is None or best.metric is None:
         return None
     return BestEvaluation(step=best.step, metric=best.metric, value=best.value)
+
+
+class _OrderedSums:
+    """Has torch add up the gradients of repeated indices in one order, as long as some run needs it.
+
+    On a CPU the gradient of `x[index]` is added up by several threads with atomic operations, so its bits
+    depend on which of them is faster. That of a GPU is sorted first. The choice belongs to the whole process,
+    in which several runs may train on threads of their own, so their number is counted.
+    """
+
+    def __init__(self) -> None:
+        self._lock = concurrency.Lock()
+        # Guarded by it: the runs that need it, and what the process had chosen before the first of them.
+        self._runs = 0
+        self._before = (False, False, True)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._runs == 0:
+                self._before = (
+                    torch.are_deterministic_algorithms_enabled(),
+                    torch.is_deterministic_algorithms_warn_only_enabled(),
+                    torch.utils.deterministic.fill_uninitialized_memory,
+                )
+                # An operation without an order of its own is named in a warning, and the run continues.
+                self._set(True, True, False)
+            self._runs += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._runs -= 1
+            if self._runs == 0:
+                self._set(*self._before)
+
+    def _set(self, enabled: bool, warn_only: bool, fill: bool) -> None:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        # torch would fill all new memory, to find code that reads it before it is written.
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+_ORDERED_SUMS = _OrderedSums()
 
 
 class _SessionHook(Hook):
