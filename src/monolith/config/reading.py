@@ -471,8 +471,8 @@ def _shown(node: Node) -> str:
     return repr(value) if node.is_text else f"{type(value).__name__} {reprlib.repr(value)}"
 
 
-# A start reads all features five times, and each is tried as a dozen kinds of dataclasses, most of which do
-# not fit and have unknown keys. Without these two caches that takes three times as long.
+# Each feature is tried as a dozen kinds of dataclasses, most of which do not fit and have unknown keys.
+# Without these two caches that takes three times as long.
 @functools.lru_cache(maxsize=1024)
 def _has_secret(cls: type) -> bool:
     return any(Secret in members(hint) for hint in field_hints(cls).values())
