@@ -3,15 +3,19 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "gil_released.h"
 #include "row_gather.h"
 #include "tensors.h"
+#include "workers.h"
 
 namespace monolith {
 
@@ -97,5 +101,30 @@ class ColumnBlock {
   std::vector<nanobind::object> kept_;
   std::vector<ParsedColumn> parsed_;
 };
+
+// Parses a record from each text, in one part or, with workers, in several. `odd` is what Python is told of:
+// each begins at the number of its text.
+template <class Parser, class Parsed, class Odd>
+std::vector<Parsed> parse_texts(const Parser& parser, const nanobind::list& given, Workers* workers,
+                                std::vector<Odd> Parsed::* odd) {
+  constexpr std::size_t kTaskTexts = 256;  // fewer are read sooner than another thread wakes up
+  std::vector<std::string_view> texts;
+  texts.reserve(given.size());
+  for (const nanobind::handle one : given) {
+    const auto bytes = nanobind::cast<nanobind::bytes>(one);  // the list keeps it
+    texts.emplace_back(bytes.c_str(), bytes.size());
+  }
+  GilReleased unlocked;
+  const std::size_t threads = workers == nullptr ? 1 : static_cast<std::size_t>(workers->threads());
+  const std::size_t grain = std::max((texts.size() + threads - 1) / threads, kTaskTexts);
+  std::vector<Parsed> parsed(std::max<std::size_t>((texts.size() + grain - 1) / grain, 1));
+  if (texts.empty()) parsed[0] = parser.parse_texts({});  // columns without rows
+  spread_out(workers, texts.size(), grain, [&](std::size_t begin, std::size_t end) {
+    Parsed& part = parsed[begin / grain];
+    part = parser.parse_texts(std::span(texts).subspan(begin, end - begin));
+    for (Odd& one : part.*odd) one.begin += begin;
+  });
+  return parsed;
+}
 
 }  // namespace monolith

@@ -134,7 +134,17 @@ void bind_csv(nb::module_& m) {
           },
           "buffer"_a, "last"_a, "chunk_bytes"_a,
           "Read the records that begin in the first `chunk_bytes`, at least one. `last`: the file ends "
-          "there.");
+          "there.")
+      .def(
+          "parse_texts",
+          [](const CsvParser& parser, const nb::list& texts, Workers* workers) {
+            return parse_texts(parser, texts, workers, &ParsedCsv::bad);
+          },
+          "texts"_a, "workers"_a.none() = nb::none(),
+          nb::sig("def parse_texts(self, texts: list[bytes], workers: Workers | None = None) -> "
+                  "list[ParsedCsv]"),
+          "Read a record from each text, which is one line; in one part or, with workers, in several. What "
+          "is bad begins at the number of its text.");
 }
 
 }  // namespace monolith

@@ -5,7 +5,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -17,16 +16,12 @@
 #include "bindings.h"
 #include "column_block.h"
 #include "json_parser.h"
-#include "workers.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace monolith {
 namespace {
-
-// Texts of one thread's task, at least: fewer are read sooner than another thread wakes up.
-constexpr std::size_t kTaskTexts = 256;
 
 std::string_view text(const BorrowedBytes& bytes) {
   return {reinterpret_cast<const char*>(bytes.span().data()), bytes.span().size()};
@@ -37,25 +32,6 @@ void make_parser(JsonParser* self, const std::vector<std::tuple<std::string, Col
   std::vector<JsonColumn> wanted;
   for (const auto& [name, type, whole_as_text] : columns) wanted.push_back({name, type, whole_as_text});
   new (self) JsonParser(std::move(wanted), others.value_or(std::vector<std::string>()), !others);
-}
-
-std::vector<ParsedJson> parse_texts(const JsonParser& parser, const nb::list& given, Workers* workers) {
-  std::vector<std::string_view> texts;
-  texts.reserve(given.size());
-  for (const nb::handle one : given) {
-    const auto bytes = nb::cast<nb::bytes>(one);  // the list keeps it
-    texts.emplace_back(bytes.c_str(), bytes.size());
-  }
-  GilReleased unlocked;
-  const std::size_t threads = workers == nullptr ? 1 : static_cast<std::size_t>(workers->threads());
-  const std::size_t grain = std::max((texts.size() + threads - 1) / threads, kTaskTexts);
-  std::vector<ParsedJson> parsed(std::max<std::size_t>((texts.size() + grain - 1) / grain, 1));
-  spread_out(workers, texts.size(), grain, [&](std::size_t begin, std::size_t end) {
-    ParsedJson& part = parsed[begin / grain];
-    part = parser.parse_texts(std::span(texts).subspan(begin, end - begin));
-    for (OddJson& odd : part.odd) odd.begin += begin;
-  });
-  return parsed;
 }
 
 nb::list odd_texts(const ParsedJson& parsed) {
@@ -106,10 +82,15 @@ void bind_json(nb::module_& m) {
             return parser.parse_lines(text(bytes), record_bytes);
           },
           "buffer"_a, "record_bytes"_a, "Read an object per line; a longer line is cut, and odd.")
-      .def("parse_texts", &parse_texts, "texts"_a, "workers"_a.none() = nb::none(),
-           nb::sig("def parse_texts(self, texts: list[bytes], workers: Workers | None = None) -> "
-                   "list[ParsedJson]"),
-           "Read an object per text; the texts in one part or, with workers, in several.");
+      .def(
+          "parse_texts",
+          [](const JsonParser& parser, const nb::list& texts, Workers* workers) {
+            return parse_texts(parser, texts, workers, &ParsedJson::odd);
+          },
+          "texts"_a, "workers"_a.none() = nb::none(),
+          nb::sig("def parse_texts(self, texts: list[bytes], workers: Workers | None = None) -> "
+                  "list[ParsedJson]"),
+          "Read an object per text; the texts in one part or, with workers, in several.");
 }
 
 }  // namespace monolith

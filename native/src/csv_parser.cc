@@ -194,9 +194,59 @@ ChunkEnd find_csv_chunk_end(const CsvDialect& dialect, std::string_view bytes, b
   return {false, end > 0 ? 0 : scanner.place()};
 }
 
-ParsedCsv CsvParser::parse(std::string_view bytes, bool last, std::size_t chunk_bytes) const {
+ParsedCsv CsvParser::no_records() const {
   ParsedCsv parsed;
   for (const CsvColumn& column : columns_) parsed.columns.push_back(ParsedColumn::without_rows(column.type));
+  return parsed;
+}
+
+// Adds a record, or what is wrong with it, which then begins at `begin`.
+void CsvParser::add(ParsedCsv& parsed, CsvFields& fields, std::size_t begin, std::string_view record,
+                    bool quoted) const {
+  const auto refuse = [&](std::string reason, std::optional<std::size_t> column = {},
+                          std::string_view value = {}) {
+    parsed.bad.push_back(
+        {begin, record.size(), std::move(reason), column, std::string(value.substr(0, kShown))});
+  };
+  if (record.size() > dialect_.record_bytes)
+    return refuse("longer than " + std::to_string(dialect_.record_bytes) + " bytes, cut there");
+  if (std::string reason = fields.split(record, quoted); !reason.empty()) return refuse(std::move(reason));
+  if (const std::size_t found = fields.fields().size(); found != fields_)
+    return refuse(std::to_string(found) + " fields instead of " + std::to_string(fields_));
+  Wrong wrong;
+  std::size_t i = 0;
+  for (; i < columns_.size() && wrong.reason.empty(); ++i)
+    wrong = add_field(parsed.columns[i], fields.fields()[columns_[i].position], dialect_.separator);
+  if (!wrong.reason.empty()) {
+    refuse(std::string(wrong.reason), i - 1, wrong.value);
+    for (ParsedColumn& column : parsed.columns) column.drop_row();
+    return;
+  }
+  for (ParsedColumn& column : parsed.columns) column.close_row();
+  ++parsed.records;
+}
+
+ParsedCsv CsvParser::parse_texts(std::span<const std::string_view> texts) const {
+  ParsedCsv parsed = no_records();
+  parsed.whole = true;
+  CsvFields fields(dialect_.delimiter);
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    const std::string_view record = texts[i].substr(0, texts[i].find_last_not_of(kLineEnds) + 1);
+    const std::ptrdiff_t quotes = std::ranges::count(record, '"');
+    const std::string_view found = record.empty()                                ? "nothing"
+                                   : record.find('\n') != std::string_view::npos ? "several lines"
+                                   : quotes % 2 == 1                             ? "an open quote"
+                                                                                 : "";
+    if (found.empty())
+      add(parsed, fields, i, record, quotes > 0);
+    else
+      parsed.bad.push_back({i, record.size(), "expected one line, found " + std::string(found), {}, {}});
+  }
+  return parsed;
+}
+
+ParsedCsv CsvParser::parse(std::string_view bytes, bool last, std::size_t chunk_bytes) const {
+  ParsedCsv parsed = no_records();
   CsvScanner scanner(bytes, last, dialect_.record_bytes);
   CsvFields fields(dialect_.delimiter);
   const auto any = [&] { return parsed.records > 0 || !parsed.bad.empty(); };
@@ -207,34 +257,7 @@ ParsedCsv CsvParser::parse(std::string_view bytes, bool last, std::size_t chunk_
       parsed.next = scanner.begin();
       return parsed;
     }
-    const auto refuse = [&](std::string reason, std::optional<std::size_t> column = {},
-                            std::string_view value = {}) {
-      parsed.bad.push_back({scanner.begin(), scanner.record().size(), std::move(reason), column,
-                            std::string(value.substr(0, kShown))});
-    };
-    if (scanner.record().size() > dialect_.record_bytes) {
-      refuse("longer than " + std::to_string(dialect_.record_bytes) + " bytes, cut there");
-      continue;
-    }
-    if (std::string reason = fields.split(scanner.record(), scanner.quoted()); !reason.empty()) {
-      refuse(std::move(reason));
-      continue;
-    }
-    if (const std::size_t found = fields.fields().size(); found != fields_) {
-      refuse(std::to_string(found) + " fields instead of " + std::to_string(fields_));
-      continue;
-    }
-    Wrong wrong;
-    std::size_t i = 0;
-    for (; i < columns_.size() && wrong.reason.empty(); ++i)
-      wrong = add_field(parsed.columns[i], fields.fields()[columns_[i].position], dialect_.separator);
-    if (!wrong.reason.empty()) {
-      refuse(std::string(wrong.reason), i - 1, wrong.value);
-      for (ParsedColumn& column : parsed.columns) column.drop_row();
-      continue;
-    }
-    for (ParsedColumn& column : parsed.columns) column.close_row();
-    ++parsed.records;
+    add(parsed, fields, scanner.begin(), scanner.record(), scanner.quoted());
   }
   if (last || (any() && scanner.place() >= chunk_bytes)) {
     parsed.whole = true;

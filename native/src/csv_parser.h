@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -141,7 +142,15 @@ class CsvParser {
   // and `next` skips empty lines that need not be read again.
   ParsedCsv parse(std::string_view bytes, bool last, std::size_t chunk_bytes) const;
 
+  // Reads one record from each text, which is one line, with or without its end. What is bad begins at the
+  // number of its text.
+  ParsedCsv parse_texts(std::span<const std::string_view> texts) const;
+
  private:
+  ParsedCsv no_records() const;
+  void add(ParsedCsv& parsed, CsvFields& fields, std::size_t begin, std::string_view record,
+           bool quoted) const;
+
   const CsvDialect dialect_;
   const std::size_t fields_;
   const std::vector<CsvColumn> columns_;

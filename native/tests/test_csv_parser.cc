@@ -249,6 +249,17 @@ void where_a_window_ends_makes_no_difference() {
   }
 }
 
+void texts_are_one_record_each() {
+  const std::vector<std::string_view> texts = {"1,a\r\n", "", "2,b\n3,c", "4,\"d", "x,e", "5,\"f,\"", "\n"};
+  const ParsedCsv parsed = parser_of(kPlain, {ColumnType::kInt64, ColumnType::kBytes}).parse_texts(texts);
+  CHECK_EQUAL(parsed.columns[0].ints, (Ints{1, 5}));
+  CHECK_EQUAL(strings(parsed.columns[1]), (Texts{"a", "f,"}));
+  std::vector<std::size_t> bad;
+  for (const BadCsvRecord& one : parsed.bad) bad.push_back(one.begin);
+  CHECK_EQUAL(bad, (std::vector<std::size_t>{1, 2, 3, 4, 6}));
+  CHECK_EQUAL(parsed.bad[3].column, std::optional<std::size_t>(0));
+}
+
 }  // namespace
 
 int main() {
@@ -266,6 +277,7 @@ int main() {
       {"too few bytes are asked for again", too_few_bytes_are_asked_for_again},
       {"types are the narrowest that fit", types_are_the_narrowest_that_fit},
       {"what makes no sense is refused", what_makes_no_sense_is_refused},
+      {"texts are one record each", texts_are_one_record_each},
       {"where a window ends makes no difference", where_a_window_ends_makes_no_difference},
   });
 }

@@ -216,7 +216,8 @@ def report_start(
 ) -> None:
     """Report what the seconds before the first step go into, and those of a run that resumes."""
     best = min(runs, key=lambda one: one.to_first_step_s)
-    imports = min(seconds_of([sys.executable, "-c", _IMPORTS]) for _ in range(max(plan.repeats, 2)))
+    command = [sys.executable, "-c", _IMPORTS]
+    imports = min(seconds_of(command, folder) for _ in range(max(plan.repeats, 2)))
     # The newest run's checkpoint is that of its last step, so this one restores all rows.
     last = folder / f"model-parquet-{place}-{plan.repeats - 1}"
     resumed = train(plan, path, last, place, steps=1)
@@ -318,7 +319,11 @@ def torch_run(plan: RunPlan, path: Path, place: Place | None) -> float:
     words += [str(plan.batch), str(plan.seconds), "cpu" if place is None else "cuda"]
     program = "import sys; from monolith_bench.run import train_with_torch as t; t(*sys.argv[1:])"
     done = subprocess.run(
-        [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, text=True, check=True, env=os.environ
+        [sys.executable, "-c", program, *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=as_installed(os.environ, path.parent),
     )
     return float(done.stdout)
 
@@ -416,7 +421,7 @@ def train(plan: RunPlan, path: Path, model_dir: Path, place: Place | None, steps
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "TZ": "UTC"},
+        env={**as_installed(os.environ, model_dir.parent), "TZ": "UTC"},
     )
     if done.returncode:
         raise UnavailableError(f"bench run: monolith train failed:\n{done.stderr[-2000:]}")
@@ -464,7 +469,19 @@ def _pace(begin: tuple[float, int], end: tuple[float, int]) -> float:
     return (end[1] - begin[1]) / max(end[0] - begin[0], 1e-9)
 
 
-def seconds_of(command: Sequence[str]) -> float:
+def seconds_of(command: Sequence[str], folder: Path) -> float:
     began = time.perf_counter()
-    subprocess.run(command, check=True, env=os.environ)
+    subprocess.run(command, check=True, env=as_installed(os.environ, folder))
     return time.perf_counter() - began
+
+
+def as_installed(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return the environment of processes that find byte code, as users do: pip compiles what it installs.
+
+    Otherwise, where PYTHONDONTWRITEBYTECODE is set, each start compiles the package again, which takes 1 to
+    2 s. The first process then writes byte code below `folder`.
+    """
+    found = dict(environ)
+    if found.pop("PYTHONDONTWRITEBYTECODE", ""):
+        found.setdefault("PYTHONPYCACHEPREFIX", str(folder / "bytecode"))
+    return found

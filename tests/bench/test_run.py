@@ -95,6 +95,12 @@ def test_both_files_hold_the_same_records(tmp_path: Any) -> None:
     assert rows.column_names == ["f00", "f01", "label"]
 
 
+def test_processes_find_byte_code_as_those_of_users_do(tmp_path: Any) -> None:
+    assert run.as_installed({"A": "1"}, tmp_path) == {"A": "1"}
+    kept = str(tmp_path / "bytecode")
+    assert run.as_installed({"PYTHONDONTWRITEBYTECODE": "1"}, tmp_path) == {"PYTHONPYCACHEPREFIX": kept}
+
+
 def test_counts_below_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="--batch must be at least 1"):
         run.RunPlan.settle(BenchRunOptions(batch=0))

@@ -103,6 +103,11 @@ def test_a_file_that_cannot_be_read_fails_its_check(run, tmp_path):
 BROKEN = {
     "a missing file": ("clicks.csv", "none.csv", "no file matches"),
     "a missing column": ("[features.item]", "[features.itme]", "the records have no column 'itme'"),
+    "a label that the data does not have": (
+        "[labels.click]",
+        "[labels.clik]",
+        "say examples.optional = ['clik'] in the config",
+    ),
     "text as event time": (
         'event_time = "time"',
         'event_time = "tags"',

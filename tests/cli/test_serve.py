@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 from serve.served_tasks import columns, exported, trained
 from services import warm
 from sync.delta_channels import Copy, SmallPublisher
@@ -266,11 +267,24 @@ def test_what_cannot_be_served_is_said(tmp_path, capsys):
         (["--metrics-port", "0"], "--metrics-port is for --role ps"),
         (["--role", "ps"], "say with --discovery"),
         (["--processes", "0"], "--processes must be at least 1"),
+        (["--port", "0", "--grpc-port", "0"], "so --grpc-port has no meaning with it"),
+        (["--processes", "2", "--port", "0", "--http-port", "None"], "so --http-port has no meaning with it"),
         (["--processes", "2", "--split", "x"], "cannot read the route"),
         (["--processes", "2", "--host", "0.0.0.0"], "neither certificates nor a token"),
     ):
         assert main(["serve", str(tmp_path), *words]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_batch_is_computed_by_one_thread_of_torch_unless_told_otherwise(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        for words, threads in (([], 1), (["--predict-threads", "2"], 2)):
+            torch.set_num_threads(3)
+            assert main(["serve", str(tmp_path / "nowhere"), *words]) == 2  # after threads were set
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_flags_make_the_config():

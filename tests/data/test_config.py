@@ -206,9 +206,9 @@ def test_messages_of_topics_are_decoded_as_the_features_say() -> None:
     records, refused = CsvMessages(("a", "b"), {"b": int})(several)
     assert records["b"].flat_values.tolist() == [7]
     assert [(one.place, str(one.reason)) for one in refused] == [
-        (0, "not one line of CSV: several lines"),
-        (1, "not one line of CSV: nothing"),
-        (2, "not one line of CSV: an open quote"),
+        (0, "not CSV as declared: expected one line, found several lines"),
+        (1, "not CSV as declared: expected one line, found nothing"),
+        (2, "not CSV as declared: expected one line, found an open quote"),
         (3, "not CSV as declared: 1 fields instead of 2"),
     ]
     with pytest.raises(ConfigError, match="no field 'c'; the fields of a message are a, b"):

@@ -25,6 +25,7 @@ from monolith.data.format import BadRecord
 from monolith.data.formats.memory import ColumnType
 from monolith.data.kafka import (
     ByWorker,
+    CsvMessages,
     JsonMessages,
     KafkaConfig,
     KafkaSink,
@@ -1002,6 +1003,19 @@ def test_threads_that_decode_a_poll_change_neither_records_nor_what_is_bad(threa
     assert records["user"].to_list() == users  # a key that comes twice has its last value, as in Python
     assert records["tags"].to_list()[699:702] == [[699, 2], [], [703, 2]]
     assert [(one.place, one.payload) for one in bad] == [(700, b"nonsense"), (702, b'{"user": 1.5}')]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_threads_that_decode_csv_change_neither_records_nor_what_is_bad(threads: int) -> None:
+    payloads = [b'%d,"a, b",%d' % (n, n) for n in range(1500)]
+    payloads[700:703] = [b"1,2,3\n4,5,6", b"x,,7\r\n", b'8,"a,8']
+    read = CsvMessages(("user", "words", "tag"), {"user": int, "words": str}, workers=native.Workers(threads))
+    records, bad = read(payloads)
+    assert records["user"].to_list() == [[n] for n in range(1500) if not 700 <= n < 703]
+    assert records.strings("words") == [[b"a, b"]] * 1497
+    assert [(one.place, one.payload) for one in bad] == [(n, payloads[n]) for n in (700, 701, 702)]
+    empty, none = read([])
+    assert (len(empty), list(empty.columns), list(none)) == (0, ["user", "words"], [])
 
 
 def test_json_messages_need_columns_of_known_types() -> None:

@@ -167,7 +167,10 @@ def test_without_event_times_a_batch_has_none(records: Records) -> None:
 )
 def test_a_wrong_column_is_an_error_that_names_what_there_is(spec: BatchSpec) -> None:
     records = to_records({"user": [1, 2], "item": [3, 4]})
-    with pytest.raises(DataError, match=r"no column 'usr'; they have user, item\. Did you mean 'user'\?"):
+    with pytest.raises(
+        DataError,
+        match=r"no column 'usr'; .*they have user, item\. Did you mean 'user'\?",
+    ):
         make_batch(records, spec)
 
 
@@ -229,7 +232,8 @@ class TestAStreamOfRecords:
         make = BatchMaker(BatchSpec(ids=("idd",), labels={}))
         make(self.records(999))
         with pytest.raises(
-            DataError, match="none of the first 1,004 records has a column 'idd'; they have id"
+            DataError,
+            match=r"none of the first 1,004 records has a column 'idd'; .*they have id",
         ):
             make(self.records(5))
 

@@ -26,6 +26,16 @@ def test_a_file_gets_plain_lines_from_the_level_on():
     assert out.getvalue().count("\n") == 1
 
 
+def test_lines_of_libraries_for_each_request_are_shown_at_the_level_debug_alone():
+    for level, shown in (("info", False), ("warning", False), ("debug", True)):
+        out = io.StringIO()
+        configure_logging(level, stream=out)
+        logging.getLogger("httpx").info("HTTP Request: GET")
+        assert ("HTTP Request" in out.getvalue()) == shown
+        logging.getLogger("httpx").warning("careful")
+        assert "careful" in out.getvalue()
+
+
 def test_json_is_one_object_per_line_with_extras_and_the_traceback():
     out = io.StringIO()
     configure_logging("debug", json=True, stream=out)

@@ -258,7 +258,11 @@ def test_every_ready_model_trains_and_evaluates(
         ('type = "deepfm"', "", "model.type is required: one of deepfm, dcnv2"),
         ('"deepfm"', '"two-tower"', "did you mean 'two_tower'"),
         ('"deepfm"', '"two_tower"', "model.item is required"),
-        ("batch_size", "batchsize", "unknown key batchsize .*the nearest known key is batch_size"),
+        (
+            "batch_size",
+            "batchsize",
+            "cannot read the config: unknown key batchsize .* batch_size",
+        ),
         ('type = "Adagrad"', 'type = "Adagard"', "model.optimizer.type.*expected one of Adagrad"),
     ],
 )

@@ -549,9 +549,19 @@ def test_the_command_prints_a_table_or_json(place, server, capsys, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     for name in ("rows.json", "rows.jsonl"):
         assert main(["query", url, "--file", str(tmp_path / name), "--json"]) == 0
-        answer = json.loads(capsys.readouterr().out)
+        said = capsys.readouterr()
+        assert "does not take label" in said.err
+        assert "HTTP Request" not in said.err
+        answer = json.loads(said.out)
         assert answer["outputs"]["score"] == [30.5, 11]
         assert answer["version"] == "1"
+
+
+def test_the_command_names_the_input_that_a_column_may_mean(server, capsys):
+    assert main(["query", server.http_url, "--row", '{"user": "ann", "prices": 2.5}']) == 0
+    said = capsys.readouterr().err
+    assert "the model does not take prices, which was ignored; it takes user" in said
+    assert "Did you mean price?" in said
 
 
 def test_the_command_wants_to_know_which_of_several_models(capsys):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,10 @@ def run(options: AskOptions) -> int:
     rows = read_rows(options)
     asks = ClientOptions(timeout=timedelta(seconds=options.timeout))
     with Client(options.url, options=asks, security=client_security(options)) as client:
-        answered = client.predict(options.model or only_model(client), rows, version=options.version)
+        model = options.model or only_model(client)
+        answered = client.predict(model, rows, version=options.version)
+        if answered.ignored:
+            warn_ignored(answered.ignored, [one.name for one in client.inputs(model, options.version)])
     if options.json:
         said = {
             "model": answered.model,
@@ -60,6 +64,14 @@ def run(options: AskOptions) -> int:
         return 0
     show(rows, answered)
     return 0
+
+
+def warn_ignored(ignored: Sequence[str], inputs: Sequence[str]) -> None:
+    """Say which columns of the rows the model does not take, and what they may have meant."""
+    near = [one for name in ignored for one in get_close_matches(name, inputs, n=1)]
+    hint = f" Did you mean {', '.join(near)}?" if near else ""
+    said = f"the model does not take {', '.join(ignored)}, which was ignored; it takes {', '.join(inputs)}."
+    sys.stderr.write(f"{said}{hint}\n")
 
 
 def only_model(client: Client) -> str:
@@ -141,8 +153,6 @@ def show(rows: Sequence[dict[str, Any]], answered: ClientAnswer) -> None:
     order += [name for name in said if name not in SHOWN_FIRST]
     details = ", ".join(f"{name} {said[name]}" for name in order)
     console.print(f"{answered.model} version {answered.version}" + (f", {details}" if details else ""))
-    if answered.ignored:
-        sys.stderr.write(f"the model does not take {', '.join(answered.ignored)}; ignored\n")
 
 
 def _shown(value: object) -> str:

@@ -379,6 +379,12 @@ def serve_config(options: ServeOptions) -> ServeConfig:
     }
     for name in ("http_port", "grpc_port"):
         text = given.get(f"serve.{name}")
+        if text is not None and options.port is not None:
+            raise ConfigError(
+                "serve: --port is one port for HTTP and gRPC, so "
+                f"--{name.replace('_', '-')} has no meaning with it; give --http-port and --grpc-port, or "
+                "--port alone"
+            )
         if text is not None:
             if text.lower() != "none" and not text.isdecimal():
                 flag = name.replace("_", "-")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
@@ -121,7 +122,7 @@ class Reader:
         if not isinstance(table, Branch):
             return _INVALID if table is None else self._mismatch(cls, table, path)
         hints = field_hints(cls)
-        if any(Secret in members(hint) for hint in hints.values()):
+        if _has_secret(cls):
             self._private.add(path)
         keys = {name: key_of(name) for name in hints}
         for key, child in table.children.items():
@@ -154,13 +155,13 @@ class Reader:
         return _INVALID
 
     def _advice(self, key: str, hints: Iterable[str], path: str) -> str:
-        known = {**{_below(path, name): name for name in hints}, **{name: name for name in self._elsewhere}}
+        here = tuple(hints)
         if key in self._elsewhere:
             return f"did you mean {self._elsewhere[key]}?"
-        if not known:
+        if not here and not self._elsewhere:
             return "it takes no keys"
-        scored = {name: difflib.SequenceMatcher(None, key, known[name]).ratio() for name in known}
-        near = max(scored, key=scored.__getitem__)
+        near = _nearest(key, (*here, *self._elsewhere))
+        near = _below(path, near) if near in here else near
         return f"the nearest known key is {self._elsewhere.get(near, near)}"
 
     def _construct(self, cls: type, values: dict[str, Any], node: Branch, path: str) -> Any:
@@ -468,6 +469,18 @@ def _shown(node: Node) -> str:
     if isinstance(value, str) and looks_secret(value):
         return HIDDEN
     return repr(value) if node.is_text else f"{type(value).__name__} {reprlib.repr(value)}"
+
+
+# Each feature is tried as a dozen kinds of dataclasses, most of which do not fit and have unknown keys.
+# Without these two caches that takes three times as long.
+@functools.lru_cache(maxsize=1024)
+def _has_secret(cls: type) -> bool:
+    return any(Secret in members(hint) for hint in field_hints(cls).values())
+
+
+@functools.lru_cache(maxsize=1024)
+def _nearest(key: str, names: tuple[str, ...]) -> str:
+    return max(names, key=lambda name: difflib.SequenceMatcher(None, key, name).ratio())
 
 
 def _below(path: str, key: str) -> str:

@@ -315,4 +315,5 @@ class SpecBatchMaker:
 
 
 def _check_of(spec: FeatureSpec) -> ColumnCheck:
-    return ColumnCheck("features", spec.required, "FeatureSpec(optional=[{}])")
+    optional = "examples.optional = [{}] in the config, or optional=[{}] of a FeatureSpec"
+    return ColumnCheck("features", spec.required, optional)

@@ -525,10 +525,13 @@ class ColumnCheck:
 
     def _missing(self, found: str) -> DataError:
         name = self._unseen[0]
-        said = f"{self._who}: {found} column {name!r}; {known_columns(name, self._known)}"
+        # Not "they have": sources read only columns that are asked for, and a file may have more.
+        there = known_columns(name, self._known, "of the columns that are read they have")
+        said = f"{self._who}: {found} column {name!r}; {there}"
         if self._optional is None:
             return DataError(said)
-        return DataError(f"{said} If the data may lack it, say {self._optional.format(repr(name))}.")
+        optional = self._optional.replace("{}", repr(name))
+        return DataError(f"{said} If the data may lack it, say {optional}.")
 
 
 class BatchMaker:

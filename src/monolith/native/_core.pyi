@@ -1259,6 +1259,11 @@ class CsvParser:
         Read the records that begin in the first `chunk_bytes`, at least one. `last`: the file ends there.
         """
 
+    def parse_texts(self, texts: list[bytes], workers: Workers | None = None) -> list[ParsedCsv]:
+        """
+        Read a record from each text, which is one line; in one part or, with workers, in several. What is bad begins at the number of its text.
+        """
+
 def find_lines_chunk_end(buffer: object, last: bool, chunk_bytes: int, record_bytes: int) -> tuple[bool, int]:
     """
     (whole, end) of the chunk of lines that begin in the first `chunk_bytes`, at least one. If not whole: drop `end` bytes, and show the rest again with more. `last`: the file ends there.

@@ -29,6 +29,10 @@ _NAMED = "debug, info, warning, error, critical"
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
+_CHATTY = ("httpx",)
+"""Libraries that log a line for each request at the level info, which is shown at the level debug alone."""
+
+
 def configure_logging(level: str | int, json: bool = False, stream: TextIO | None = None) -> None:
     """Send every log record of at least `level` to `stream`, and warnings of Python and torch, too.
 
@@ -55,6 +59,8 @@ def configure_logging(level: str | int, json: bool = False, stream: TextIO | Non
         old.close()
     root.addHandler(handler)
     root.setLevel(number)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(number if number <= logging.DEBUG else max(number, logging.WARNING))
 
 
 def only_warnings() -> bool:

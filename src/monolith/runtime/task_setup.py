@@ -22,7 +22,7 @@ from monolith.feature import BucketFeature, FeatureSpec, FloatFeature
 from monolith.feature.spec import AnyFeature
 from monolith.runtime.checkpoints import newest_checkpoint
 from monolith.runtime.cluster_config import JobConfig
-from monolith.runtime.config import RunConfig, ThreadsConfig
+from monolith.runtime.config import CONFIG_TASK, RETRIEVAL_TASK, RunConfig, ThreadsConfig
 from monolith.runtime.config_task import ConfigTask
 from monolith.runtime.task_data import check_before_training
 from monolith.train.accelerator import accelerator_of
@@ -295,12 +295,15 @@ def make_task(run: RunConfig, config: Path | None = None, texts: Sequence[str] =
             optional=("data_service",),  # a task that reads files by its DataConfig need not know of it
         )
     except ConfigError as error:
-        refused = [text for text in texts if f"from {text!r}" in str(error)]
+        said = str(error)
+        if run.job.task in (CONFIG_TASK, RETRIEVAL_TASK):  # names that nothing in the file says
+            said = said.replace(f"cannot make task {run.job.task}:", "cannot read the config:", 1)
+        refused = [text for text in texts if f"from {text!r}" in said]
         if not refused or refused[0].split(".")[0] not in {field.name for field in fields(run)}:
-            raise
+            raise ConfigError(said) from error
         key, _, value = refused[0].partition("=")
         raise ConfigError(
-            f"{error}. --set is for settings of the task; settings of the run are flags: "
+            f"{said}. --set is for settings of the task; settings of the run are flags: "
             f"--{key.replace('_', '-')} {value}"
         ) from error
 

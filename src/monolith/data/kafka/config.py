@@ -164,15 +164,15 @@ class TopicsConfig(KafkaConfig):
         """Return what makes records of messages, with columns of these types.
 
         Args:
-            threads: How many decode the messages of one poll; those in csv are decoded by one.
+            threads: How many decode the messages of one poll.
         """
         from monolith import native
         from monolith.data.formats.payloads import PayloadParser
         from monolith.data.kafka.messages import CsvMessages, JsonMessages
 
-        if self.format == "csv":
-            return CsvMessages(self.columns, types)
         workers = native.Workers(threads) if threads > 1 else None
+        if self.format == "csv":
+            return CsvMessages(self.columns, types, workers=workers)
         if self.format == "json":
             return JsonMessages(types, workers=workers)
         return PayloadParser(self.format, columns=list(types), workers=workers)

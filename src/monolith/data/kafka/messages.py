@@ -7,10 +7,8 @@ with KafkaSink(["kafka:9092"], "clicks") as sink: sink.send([b"..."])
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -80,13 +78,19 @@ class CsvMessages:
     Args:
         fields: The names of all fields, in their order.
         columns: The fields to read, and the type of each, as of `JsonMessages`.
+        workers: Threads that decode the messages of one poll; the result is the same without.
 
     Raises:
         ConfigError: A column is none of the fields, or there is no such type.
     """
 
     def __init__(
-        self, fields: Sequence[str], columns: Mapping[str, ColumnType], *, delimiter: str = ","
+        self,
+        fields: Sequence[str],
+        columns: Mapping[str, ColumnType],
+        *,
+        delimiter: str = ",",
+        workers: native.Workers | None = None,
     ) -> None:
         if strange := [name for name in columns if name not in fields]:
             raise ConfigError(
@@ -96,29 +100,19 @@ class CsvMessages:
         types = column_types(columns, "csv messages")
         self._names = [name for name in fields if name in types]
         self._parser = csv_parser(fields, {name: types[name] for name in self._names}, delimiter)
+        self._workers = workers
 
     def __call__(self, payloads: list[bytes], /) -> tuple[Records, Sequence[BadRecord]]:
         """Return the records in order, and what could not be read: `place` is the position in `payloads`."""
         bad: list[BadRecord] = []
-        places: list[int] = []
-        lines: list[bytes] = []
-        for place, payload in enumerate(payloads):
-            line = payload.rstrip(b"\r\n")
-            if not line or b"\n" in line or line.count(b'"') % 2:
-                found = "several lines" if b"\n" in line else "an open quote" if line else "nothing"
-                bad.append(BadRecord(place, BadReason("not one line of CSV: …", found), payload))
-            else:
-                places.append(place)
-                lines.append(line + b"\n")
-        ends = list(accumulate(map(len, lines)))
-        text = b"".join(lines)
-        parsed = self._parser.parse(memoryview(text), True, len(text) + 1)
-        for begin, _, reason, column, value in parsed.bad:
-            place = places[bisect_right(ends, begin)]
-            where = "" if column is None else f"{self._names[column]!r}: {value!r} "
-            bad.append(BadRecord(place, BadReason("not CSV as declared: …", where + reason), payloads[place]))
-        bad.sort(key=lambda one: one.place)
-        return csv_records(parsed, self._names), bad
+        parts = self._parser.parse_texts(payloads, self._workers)
+        for part in parts:
+            for place, _, reason, column, value in part.bad:
+                where = "" if column is None else f"{self._names[column]!r}: {value!r} "
+                bad.append(
+                    BadRecord(place, BadReason("not CSV as declared: …", where + reason), payloads[place])
+                )
+        return concat([csv_records(part, self._names) for part in parts]), bad
 
 
 VALUE = "value"

@@ -168,7 +168,8 @@ class RawReader:
                 raise DataError(
                     f"features: the records have no column {column!r}; they have "
                     f"{', '.join(records.columns) or 'none'}. If the data may lack it, say "
-                    f"FeatureSpec(optional=[{column!r}])."
+                    f"examples.optional = [{column!r}] in the config, or optional=[{column!r}] of a "
+                    "FeatureSpec."
                 )
         reading = self.read(records)
         if reading.bad:
