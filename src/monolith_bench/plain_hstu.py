@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from monolith.data.records import Records
+from monolith.nn.layers.transducers import LAYER_NORM_EPSILON
 from monolith_bench.listening import LABEL, STEPS, TABLES
 
 _TIME_BUCKETS, _PER_BUCKET = 128, 0.301
@@ -70,9 +71,9 @@ class PlainLayer(nn.Module):
     def __init__(self, dim: int, heads: int, max_length: int) -> None:
         super().__init__()
         self.heads, self.max_length = heads, max_length
-        self.norm = nn.LayerNorm(dim)
+        self.norm = nn.LayerNorm(dim, eps=LAYER_NORM_EPSILON)
         self.kernel = nn.Parameter(torch.empty(dim, 4 * dim).normal_(std=0.02))
-        self.output_norm = nn.LayerNorm(dim)
+        self.output_norm = nn.LayerNorm(dim, eps=LAYER_NORM_EPSILON)
         self.output = nn.Linear(dim, dim)
         nn.init.xavier_uniform_(self.output.weight)
         self.by_distance = nn.Parameter(torch.empty(max_length).normal_(std=0.02))

@@ -23,7 +23,7 @@ from monolith.errors import LayerArgumentError
 from monolith.nn.layers.dense import check_positive, check_shape
 from monolith.nn.layers.jagged_attention import PairBias, hstu_attention, positions_of, softmax_attention
 
-_EPSILON = 1e-6
+LAYER_NORM_EPSILON = 1e-6
 """Of the norms of an HSTU layer, as published. In a new layer the sums over steps have a variance of 1e-9 to
 1e-7, since weights are divided by the most steps: a larger epsilon hides what attention found."""
 
@@ -173,10 +173,10 @@ class HSTULayer(nn.Module):
         super().__init__()
         self.max_length, self.heads = max_length, heads
         self.widths = [heads * linear_dim, heads * linear_dim, heads * attention_dim, heads * attention_dim]
-        self.norm = nn.LayerNorm(dim, eps=_EPSILON)
+        self.norm = nn.LayerNorm(dim, eps=LAYER_NORM_EPSILON)
         self.kernel = nn.Parameter(torch.empty(dim, sum(self.widths)))
         nn.init.normal_(self.kernel, std=0.02)
-        self.output_norm = nn.LayerNorm(heads * linear_dim, eps=_EPSILON)
+        self.output_norm = nn.LayerNorm(heads * linear_dim, eps=LAYER_NORM_EPSILON)
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(heads * linear_dim, dim)
         nn.init.xavier_uniform_(self.output.weight)
