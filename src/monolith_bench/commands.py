@@ -23,9 +23,8 @@ from monolith_bench.options import (
     BenchTrainOptions,
     DemoOptions,
     ExperimentCollisionsOptions,
-    ExperimentDefaultsOptions,
     ExperimentFreshnessOptions,
-    ExperimentMovielensOptions,
+    ExperimentQualityOptions,
     ExperimentRetrievalOptions,
     ExperimentSequencesOptions,
     TourOptions,
@@ -48,9 +47,8 @@ BENCH = {
 
 EXPERIMENT = {
     "experiment collisions": Command(ExperimentCollisionsOptions, "monolith_bench.collisions"),
-    "experiment defaults": Command(ExperimentDefaultsOptions, "monolith_bench.defaults"),
     "experiment intervals": Command(ExperimentFreshnessOptions, "monolith_bench.sync_intervals"),
-    "experiment movielens": Command(ExperimentMovielensOptions, "monolith_bench.quality"),
+    "experiment quality": Command(ExperimentQualityOptions, "monolith_bench.quality"),
     "experiment retrieval": Command(ExperimentRetrievalOptions, "monolith_bench.retrieval"),
     "experiment sequences": Command(ExperimentSequencesOptions, "monolith_bench.sequences"),
 }
