@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import pytest
 from monolith.cli.main import main
 from monolith_bench import quality
 from monolith_bench.collisions import click_log
-from monolith_bench.learner import Recipe
+from monolith_bench.learner import Recipe, aucs
 from monolith_bench.movielens import RATINGS
+from monolith_bench.options import ExperimentQualityOptions
+from monolith_bench.public_sets import PACKAGES, Examples, click_examples, read_set
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +125,42 @@ def test_old_names_of_the_command_still_work(old: str, capsys: pytest.CaptureFix
         main(["experiment", old, "--quick", "--seeds", "1", "--models", "ffm", "--protocols", "stream"]) == 0
     )
     assert f"`monolith experiment {old}` is now `monolith experiment quality`" in capsys.readouterr().err
+
+
+EXPECTED = json.loads((Path(__file__).parent / "expected_quality.json").read_text())
+"""AUC of valid, by model, set and protocol, of the defaults with seed 0."""
+FOLDER = os.environ.get("QUALITY_SETS")
+
+
+def check_expected(expected: dict[str, Any], data: Examples) -> None:
+    """Compare what the defaults reach with what they have reached before."""
+    model, protocol = expected["model"], expected["protocol"]
+    made = data.made_for(model, protocol, 0)
+    assert made is not None
+    found = aucs(protocol, Recipe(), made, 0, model).valid
+    assert found == pytest.approx(expected["auc"], abs=EXPECTED["tolerance"]), (
+        f"{model} with its defaults reaches {found:.4f} on {expected['data']}, {protocol}, and reached "
+        f"{expected['auc']:.4f} before. If the change is meant, measure it on several sets with "
+        "`monolith experiment quality`, and set the new value in expected_quality.json"
+    )
+
+
+@pytest.mark.parametrize("expected", EXPECTED["clicks"], ids=lambda one: f"{one['model']}-{one['protocol']}")
+def test_defaults_keep_their_quality_on_clicks(expected: dict[str, Any]) -> None:
+    check_expected(expected, click_examples(EXPECTED["examples"]))
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(
+    FOLDER is None, reason=f"no public sets: {PACKAGES}, and name their folder in QUALITY_SETS"
+)
+@pytest.mark.parametrize(
+    "expected", EXPECTED["downloaded"], ids=lambda one: f"{one['data']}-{one['model']}-{one['protocol']}"
+)
+def test_defaults_keep_their_quality_on_public_sets(expected: dict[str, Any]) -> None:
+    check_expected(expected, read_set(expected["data"], Path(str(FOLDER))))
+
+
+def test_every_model_of_the_command_has_an_expected_quality() -> None:
+    default = inspect.signature(ExperimentQualityOptions).parameters["models"].default
+    assert {one["model"] for one in EXPECTED["clicks"]} == set(default)
