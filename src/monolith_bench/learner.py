@@ -70,13 +70,9 @@ class Recipe:
     dense_decay: float = 0.0
 
     @classmethod
-    def of_rows(cls, *, bias: Mapping[str, float] | None = None, batch: int = 512, **rows: float) -> Recipe:
-        """Return a recipe for all rows: settings of Adagrad for vectors, and for biases if they differ."""
-        settings = {
-            "optimizer": Adagrad(**rows),
-            "bias_optimizer": Adagrad(**(rows if bias is None else bias)),
-        }
-        return cls(settings=settings, batch=batch)
+    def of_rows(cls, *, batch: int = ConfigTask.batch_size, **rows: float) -> Recipe:
+        """Return a recipe whose vectors and biases are trained by Adagrad with these settings."""
+        return cls(settings={"optimizer": Adagrad(**rows), "bias_optimizer": Adagrad(**rows)}, batch=batch)
 
     def but(self, **settings: Any) -> Recipe:
         """Return the recipe with other arguments of the model."""
@@ -86,7 +82,10 @@ class Recipe:
 RECIPES: dict[Protocol, Recipe] = {
     "random": Recipe(settings={"optimizer": Adagrad(weight_decay=1.0)}, batch=1024),
     "time": Recipe(settings={"optimizer": Adagrad(learning_rate=0.02, weight_decay=1.0)}, batch=1024),
-    "stream": Recipe.of_rows(batch=256, learning_rate=0.1, bias={"learning_rate": 0.2}),
+    "stream": Recipe(
+        settings={"optimizer": Adagrad(learning_rate=0.1), "bias_optimizer": Adagrad(learning_rate=0.2)},
+        batch=256,
+    ),
 }
 """What did best for a DeepFM on the valid part of MovieLens-100k, by protocol; the test was not looked at to
 choose."""

@@ -92,8 +92,8 @@ class Examples:
     def made_for(self, kind: str, protocol: Protocol, seed: int) -> Examples | None:
         """Return the examples with what a model reads; None if they do not have it.
 
-        A history has what was liked before the example: in epochs only in the part that is trained on, in a
-        stream in all of it, as a pipeline that makes histories knows it.
+        A history has the likes of the user before the example: in epochs those of the training part, in a
+        stream all, as in a history that a pipeline makes.
 
         Args:
             kind: One of `MODELS`.

@@ -54,7 +54,8 @@ REFERENCES: Mapping[tuple[str, Protocol], float] = {
     ("ml-100k", "time"): 0.7108,
     ("ml-small", "random"): 0.7846,
 }
-"""The best results of RecBole 1.2.1, by set and protocol."""
+"""The best known results of open libraries, by set and protocol: those of RecBole."""
+REFERENCE = "reference"
 
 
 def changes() -> dict[str, Recipe]:
@@ -63,7 +64,7 @@ def changes() -> dict[str, Recipe]:
         DEFAULTS: Recipe(),
         **{f"rates of rows {rate}": Recipe.of_rows(learning_rate=rate) for rate in (0.02, 0.1)},
         "first accumulator 1": Recipe.of_rows(initial_accumulator_value=1.0),
-        "decay of vectors 0.1": Recipe(settings={"optimizer": Adagrad(weight_decay=0.1)}),
+        "decay of vectors 0.3": Recipe(settings={"optimizer": Adagrad(weight_decay=0.3)}),
         "decay of vectors 1": Recipe(settings={"optimizer": Adagrad(weight_decay=1.0)}),
         **{
             f"first values within {width}": Recipe().but(initializer=RandomUniform(low=-width, high=width))
@@ -94,11 +95,11 @@ class Quality:
     """How fast it trained, where that was measured."""
 
     @property
-    def column(self) -> str:
+    def case(self) -> str:
         return f"{SETS[self.data].title}, {self.protocol}"
 
     @property
-    def row(self) -> str:
+    def trained(self) -> str:
         return self.model if self.settings == DEFAULTS else f"{self.model}, {self.settings}"
 
     def auc(self, part: Part) -> tuple[float, float]:
@@ -260,7 +261,7 @@ def run(options: ExperimentQualityOptions) -> int:
     try:
         for one in measured(plan):
             part = plan.shown[-1]
-            console.print(f"[dim]{one.column}, {one.row}:[/] {part} {one.cell(part)}", highlight=False)
+            console.print(f"[dim]{one.case}, {one.trained}:[/] {part} {one.cell(part)}", highlight=False)
             results.append(one)
     finally:
         torch.set_num_threads(threads)
@@ -272,18 +273,21 @@ def run(options: ExperimentQualityOptions) -> int:
 
 
 def table(results: Sequence[Quality], plan: QualityPlan) -> Table:
-    """Return a line for each set and protocol, and a column for each model with its settings."""
+    """Return a line for each set and protocol, and a column for each model; in a sweep, transposed."""
     part = plan.shown[-1]
     title = f"AUC of the {part} part, mean of {plan.seeds} seeds and its standard error"
+    cells = {(one.case, one.trained): one.cell(part) for one in results}
+    cells |= {
+        (one.case, REFERENCE): f"{found:.4f}"
+        for one in results
+        if part == "test" and (found := REFERENCES.get((one.data, one.protocol)))
+    }
+    if plan.sweep:
+        cells = {(settings, data): cell for (data, settings), cell in cells.items()}
     drawn = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    cells = {(one.row, one.column): one.cell(part) for one in results}
-    columns = list(dict.fromkeys(one.column for one in results))
-    references = {one.column: REFERENCES.get((one.data, one.protocol)) for one in results}
-    for heading in ("model", *columns):
+    columns = list(dict.fromkeys(column for _, column in cells))
+    for heading in ("", *columns):
         drawn.add_column(heading)
-    for row in dict.fromkeys(one.row for one in results):
+    for row in dict.fromkeys(row for row, _ in cells):
         drawn.add_row(row, *(cells.get((row, column), "–") for column in columns))
-    if part == "test" and any(references.values()):
-        known = ("–" if found is None else f"{found:.4f}" for found in references.values())
-        drawn.add_row("RecBole 1.2.1", *known)
     return drawn

@@ -14,10 +14,19 @@ from monolith.data.records import LABEL
 from monolith.data.synthetic.drift import FEATURES, TIME, fast_drift
 from monolith.feature import Batch, FeatureIds, FeatureSpec
 from monolith.nn import auc
+from monolith.table import Adagrad
 from monolith_bench.learner import RECIPES, Recipe, one_id_each
 from monolith_bench.movielens import rating_times, read_ratings
 
-DRIFT_RECIPE = Recipe.of_rows(batch=256, learning_rate=0.15).but(dim=8, hidden=(64, 32))
+DRIFT_RECIPE = Recipe(
+    settings={
+        "dim": 8,
+        "hidden": (64, 32),
+        "optimizer": Adagrad(learning_rate=0.15),
+        "bias_optimizer": Adagrad(learning_rate=0.15),
+    },
+    batch=256,
+)
 """Rows must learn fast, since a user or item is gone a day after it appears."""
 BURST = 10
 """Seconds from one burst of clicks to the next: a step for each second would take ten times as long."""
