@@ -31,7 +31,7 @@ from monolith.model.by_name import MODELS, model_settings
 from monolith.nn import auc
 from monolith.runtime.config_task import ConfigTask, DenseAdam
 from monolith.store import LocalStore
-from monolith.table import Adagrad
+from monolith.table import Adagrad, Optimizer
 
 Split = Literal["random", "time"]
 Protocol = Literal["random", "time", "stream"]
@@ -70,9 +70,9 @@ class Recipe:
     dense_decay: float = 0.0
 
     @classmethod
-    def of_rows(cls, *, batch: int = ConfigTask.batch_size, **rows: float) -> Recipe:
-        """Return a recipe whose vectors and biases are trained by Adagrad with these settings."""
-        return cls(settings={"optimizer": Adagrad(**rows), "bias_optimizer": Adagrad(**rows)}, batch=batch)
+    def of_rows(cls, optimizer: Optimizer, *, batch: int = ConfigTask.batch_size) -> Recipe:
+        """Return a recipe whose vectors and biases are both trained by an optimizer."""
+        return cls(settings={"optimizer": optimizer, "bias_optimizer": optimizer}, batch=batch)
 
     def but(self, **settings: Any) -> Recipe:
         """Return the recipe with other arguments of the model."""

@@ -79,10 +79,9 @@ class Examples:
     def batch(self, some: Tensor) -> Batch:
         ids: dict[str, Tensor | RaggedTensor] = {name: ids[some] for name, ids in self.ids.items()}
         if self.history is not None:
-            items, times = (_rows(lists, some) for lists in self.history)
-            ids["history"] = items
+            ids["history"], steps = (_rows(lists, some) for lists in self.history)
             if isinstance(self.history_feature, HistoryFeature):
-                ids["history.time"] = times
+                ids["history.time"] = steps
         times = None if self.times is None else self.times[some]
         latest = 0 if times is None else int(times.max())
         floats = {} if self.numbers is None else {"numbers": self.numbers[some]}

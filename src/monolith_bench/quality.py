@@ -62,8 +62,8 @@ def changes() -> dict[str, Recipe]:
     """Return the defaults, and changes to them: what moves the AUC, and what does not."""
     return {
         DEFAULTS: Recipe(),
-        **{f"rates of rows {rate}": Recipe.of_rows(learning_rate=rate) for rate in (0.02, 0.1)},
-        "first accumulator 1": Recipe.of_rows(initial_accumulator_value=1.0),
+        **{f"rates of rows {rate}": Recipe.of_rows(Adagrad(learning_rate=rate)) for rate in (0.02, 0.1)},
+        "first accumulator 1": Recipe.of_rows(Adagrad(initial_accumulator_value=1.0)),
         "decay of vectors 0.3": Recipe(settings={"optimizer": Adagrad(weight_decay=0.3)}),
         "decay of vectors 1": Recipe(settings={"optimizer": Adagrad(weight_decay=1.0)}),
         **{

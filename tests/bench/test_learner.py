@@ -11,6 +11,7 @@ import torch
 from monolith.data import DataConfig
 from monolith.model.by_name import ModelConfig
 from monolith.runtime.config_task import ConfigTask
+from monolith.table import Adagrad
 from monolith_bench.collisions import click_log
 from monolith_bench.learner import (
     Learner,
@@ -70,7 +71,7 @@ def test_the_outcome_is_that_of_the_epoch_that_was_best_on_valid() -> None:
 
 
 def test_training_stops_when_valid_was_no_better_for_a_while() -> None:
-    still = replace(Recipe.of_rows(learning_rate=0.0), dense_rate=0.0).but(dim=4, hidden=(4,))
+    still = replace(Recipe.of_rows(Adagrad(learning_rate=0.0)), dense_rate=0.0).but(dim=4, hidden=(4,))
     learner = Learner(still, click_log(1_000), 0)
     assert early_stopped(learner, "time", 0, most=50, patience=2).epoch == 1
 
@@ -94,7 +95,7 @@ def test_a_recipe_without_settings_is_what_a_file_without_them_trains() -> None:
 
 
 def test_settings_that_a_model_does_not_have_are_left_out() -> None:
-    recipe = Recipe.of_rows(learning_rate=0.3).but(dim=4)  # FFM has no dim, DCNv2 no biases
+    recipe = Recipe.of_rows(Adagrad(learning_rate=0.3)).but(dim=4)  # FFM has no dim, DCNv2 no biases
     for kind in ("ffm", "dcnv2"):
         make_model(recipe, one_id_each(("user", "item")), 0, kind=kind)
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from monolith.table import Adagrad
 from monolith_bench.learner import Learner, Recipe
 from monolith_bench.served_copies import FollowingCopies, ServedCopy
 from monolith_bench.timed_events import OnlinePlan, TimedEvents
 
 EVENTS, ONLINE = 60, 30
-RECIPE = Recipe.of_rows(learning_rate=0.5, batch=8).but(dim=4, hidden=(4,))
+RECIPE = Recipe.of_rows(Adagrad(learning_rate=0.5), batch=8).but(dim=4, hidden=(4,))
 
 
 def plan(seconds_between: int = 1) -> OnlinePlan:
