@@ -26,17 +26,8 @@ from torch import Tensor
 from monolith.data import DriftConfig, DriftingStream
 from monolith.errors import ConfigError
 from monolith_bench.figures import new_figure, save_figure
-from monolith_bench.movielens import (
-    RECIPES,
-    Learner,
-    Ratings,
-    Recipe,
-    epochs,
-    find_wheel,
-    mean_and_error,
-    parts,
-    read_ratings,
-)
+from monolith_bench.learner import RECIPES, Learner, Recipe, epochs, mean_and_error, parts
+from monolith_bench.movielens import Ratings, find_wheel, read_ratings
 from monolith_bench.options import ExperimentCollisionsOptions
 from monolith_bench.report import stderr_console
 
@@ -73,7 +64,7 @@ class CollisionPlan:
         return cls(
             ratings=ratings,
             data="a click log made here" if clicks else "MovieLens-100k",
-            recipe=replace(RECIPES["random"], hidden=(8,)) if options.quick else RECIPES["random"],
+            recipe=RECIPES["random"].but(hidden=(8,)) if options.quick else RECIPES["random"],
             shares=options.shares,
             epochs=min(options.epochs, 2) if options.quick else options.epochs,
             seeds=min(options.seeds, 2) if options.quick else options.seeds,

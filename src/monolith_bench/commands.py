@@ -25,10 +25,9 @@ from monolith_bench.options import (
     BenchTrainOptions,
     DemoOptions,
     ExperimentCollisionsOptions,
-    ExperimentDefaultsOptions,
     ExperimentFreshnessOptions,
-    ExperimentMovielensOptions,
     ExperimentOnlineOptions,
+    ExperimentQualityOptions,
     ExperimentRetrievalOptions,
     ExperimentSequencesOptions,
     TourOptions,
@@ -53,10 +52,9 @@ BENCH = {
 
 EXPERIMENT = {
     "experiment collisions": Command(ExperimentCollisionsOptions, "monolith_bench.collisions"),
-    "experiment defaults": Command(ExperimentDefaultsOptions, "monolith_bench.defaults"),
     "experiment intervals": Command(ExperimentFreshnessOptions, "monolith_bench.sync_intervals"),
-    "experiment movielens": Command(ExperimentMovielensOptions, "monolith_bench.quality"),
     "experiment online": Command(ExperimentOnlineOptions, "monolith_bench.online"),
+    "experiment quality": Command(ExperimentQualityOptions, "monolith_bench.quality"),
     "experiment retrieval": Command(ExperimentRetrievalOptions, "monolith_bench.retrieval"),
     "experiment sequences": Command(ExperimentSequencesOptions, "monolith_bench.sequences"),
 }

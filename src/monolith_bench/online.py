@@ -37,7 +37,8 @@ from monolith.observe import progress
 from monolith.runtime import Trainer
 from monolith.train import Hook, Mode, StepResult, Task, TrainConfig, TrainingRun
 from monolith_bench.jobs import computed
-from monolith_bench.movielens import LIKED, RatingLog, fetch_ml_1m, mean_and_error, read_ml_1m_ratings
+from monolith_bench.learner import mean_and_error
+from monolith_bench.movielens import LIKED, RatingLog, fetch_ml_1m, read_ml_1m_ratings
 from monolith_bench.options import ExperimentOnlineOptions
 from monolith_bench.report import stderr_console
 

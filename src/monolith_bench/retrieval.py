@@ -22,7 +22,8 @@ from monolith.feature import Batch, FeatureIds
 from monolith.model import EmbeddingOptimizer, TwoTower
 from monolith.model.two_tower import Negatives
 from monolith.train.metrics import ranking_scores
-from monolith_bench.movielens import Ratings, find_wheel, mean_and_error, parts, read_ratings
+from monolith_bench.learner import mean_and_error, parts
+from monolith_bench.movielens import Ratings, find_wheel, read_ratings
 from monolith_bench.options import ExperimentRetrievalOptions
 from monolith_bench.report import stderr_console
 

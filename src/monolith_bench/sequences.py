@@ -36,7 +36,8 @@ from monolith.observe import progress
 from monolith.tensors import RaggedTensor
 from monolith.train import Candidates
 from monolith_bench.jobs import computed
-from monolith_bench.movielens import fetch_ml_1m, mean_and_error, read_ml_1m
+from monolith_bench.learner import mean_and_error
+from monolith_bench.movielens import fetch_ml_1m, read_ml_1m
 from monolith_bench.options import ExperimentSequencesOptions
 from monolith_bench.report import stderr_console
 from monolith_bench.sequence_models import (

@@ -17,14 +17,14 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monolith.errors import TrainingError
 from monolith.model import DeepFM
 from monolith.store import LocalStore
 from monolith.sync import MemoryChannel, Publisher, PublisherConfig, Subscriber, TableTarget
 from monolith.table import Fp32, NativeTable, TableConfig
-from monolith_bench.movielens import Learner, logits_of, make_deepfm
+from monolith_bench.learner import Learner, logits_of, make_model
 from monolith_bench.timed_events import OnlinePlan, TimedEvents
 
 
@@ -121,7 +121,7 @@ class FollowingCopies:
 
     def _follow(self, every: timedelta | None, seed: int) -> ServedCopy:
         """Return a copy that knows all that the learner does now."""
-        trained = self._learner.model
+        trained = _deepfm(self._learner.model)
         served = _model_to_serve(self._plan, trained, seed)
         channel = MemoryChannel()
         publisher = Publisher(
@@ -153,7 +153,12 @@ def _model_to_serve(plan: OnlinePlan, trained: DeepFM, seed: int) -> DeepFM:
     """Return a model of its own that has nothing of the trained one yet: other first weights, and no rows."""
     tables = {name: _exact(config) for name, config in trained.embeddings.slot_tables.configs.items()}
     store = LocalStore.from_configs(tables, threads=1)
-    return make_deepfm(plan.recipe, plan.events.names, seed + 1, store=store)
+    return _deepfm(make_model(plan.recipe, plan.events.features, seed + 1, store=store))
+
+
+def _deepfm(model: nn.Module) -> DeepFM:
+    assert isinstance(model, DeepFM)
+    return model
 
 
 def _exact(config: TableConfig) -> TableConfig:

@@ -27,7 +27,8 @@ from monolith.errors import ConfigError
 from monolith.nn import auc
 from monolith.observe import progress
 from monolith_bench.figures import new_figure, save_figure
-from monolith_bench.movielens import Learner, find_wheel, mean_and_error
+from monolith_bench.learner import Learner, mean_and_error
+from monolith_bench.movielens import find_wheel
 from monolith_bench.options import ExperimentFreshnessOptions
 from monolith_bench.report import stderr_console
 from monolith_bench.served_copies import FollowingCopies

@@ -12,16 +12,20 @@ from torch import Tensor
 from monolith.data import DriftingStream
 from monolith.data.records import LABEL
 from monolith.data.synthetic.drift import FEATURES, TIME, fast_drift
-from monolith.feature import Batch, FeatureIds
+from monolith.feature import Batch, FeatureIds, FeatureSpec
 from monolith.nn import auc
-from monolith_bench.movielens import RECIPES, Recipe, RowRecipe, rating_times, read_ratings
+from monolith.table import Adagrad
+from monolith_bench.learner import RECIPES, Recipe, one_id_each
+from monolith_bench.movielens import rating_times, read_ratings
 
 DRIFT_RECIPE = Recipe(
-    dim=8,
-    hidden=(64, 32),
+    settings={
+        "dim": 8,
+        "hidden": (64, 32),
+        "optimizer": Adagrad(learning_rate=0.15),
+        "bias_optimizer": Adagrad(learning_rate=0.15),
+    },
     batch=256,
-    user=RowRecipe(rate=0.15, bias_rate=0.15),
-    item=RowRecipe(rate=0.15, bias_rate=0.15),
 )
 """Rows must learn fast, since a user or item is gone a day after it appears."""
 BURST = 10
@@ -42,6 +46,10 @@ class TimedEvents:
 
     def __len__(self) -> int:
         return len(self.likes)
+
+    @property
+    def features(self) -> FeatureSpec:
+        return one_id_each(self.names)
 
     def batch(self, some: Tensor) -> Batch:
         ids = FeatureIds.one_each(self.names, self.ids[some], event_time=int(self.times[some[-1]]))
@@ -94,7 +102,7 @@ def drift_plan(seed: int, batch: timedelta, online: timedelta, *, small: bool = 
     return OnlinePlan(
         events=TimedEvents(FEATURES, torch.stack(ids, 1), times, labels.float()),
         online=at,
-        recipe=replace(DRIFT_RECIPE, dim=4, hidden=(8,)) if small else DRIFT_RECIPE,
+        recipe=DRIFT_RECIPE.but(dim=4, hidden=(8,)) if small else DRIFT_RECIPE,
         best=auc(torch.cat(decided)[at:], labels[at:]),
     )
 
@@ -104,7 +112,7 @@ def movielens_plan(wheel: str, share: float) -> OnlinePlan:
     ratings, times = read_ratings(wheel), rating_times(wheel)
     ids = torch.stack([ratings.users, ratings.items], 1)
     return OnlinePlan(
-        events=TimedEvents(ratings.names, ids, times, ratings.likes),
+        events=TimedEvents(("user", "item"), ids, times, ratings.likes),
         online=len(ratings) - round(share * len(ratings)),
         recipe=RECIPES["stream"],
     )

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
 from torch import Tensor
 
-from monolith_bench.movielens import Learner, Recipe
+from monolith.table import Adagrad
+from monolith_bench.learner import Learner, Recipe
 from monolith_bench.served_copies import FollowingCopies, ServedCopy
 from monolith_bench.timed_events import OnlinePlan, TimedEvents
 
 EVENTS, ONLINE = 60, 30
-RECIPE = replace(Recipe.of_rows(rate=0.5, bias_rate=0.5, batch=8), dim=4, hidden=(4,))
+RECIPE = Recipe.of_rows(Adagrad(learning_rate=0.5), batch=8).but(dim=4, hidden=(4,))
 
 
 def plan(seconds_between: int = 1) -> OnlinePlan:

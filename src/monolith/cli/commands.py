@@ -135,7 +135,9 @@ COMMANDS = {
 RENAMED = {
     "ask": "query",
     "embeddings": "export embeddings",
+    "experiment defaults": "experiment quality",
     "experiment freshness": "experiment intervals",
+    "experiment movielens": "experiment quality",
     "freshness": "query freshness",
     "insight": "evaluate insight",
     "profile": "status profile",
