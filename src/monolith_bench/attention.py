@@ -230,7 +230,7 @@ def measure_drawn_lengths(report: Report, options: BenchAttentionOptions, device
             "padded": partial(silu_padded, padding=padding, math=silu_attention),
             "padded softmax": partial(softmax_padded, padding=padding),
         }
-        if on_gpu and compiles and not options.quick:
+        if options.compile and compiles:
             compiled = partial(
                 silu_padded, padding=padding, math=torch.compile(silu_attention, dynamic=False)
             )
