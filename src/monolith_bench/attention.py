@@ -78,9 +78,9 @@ def drawn(lengths: Tensor, heads: int, width: int, device: torch.device) -> Atte
         times,
         torch.cat([times[1:], times[-1:]]),
     )
-    leaves = [one.requires_grad_() for one in (query / width**0.5, key, content)]
+    query, key, content = (one.requires_grad_() for one in (query / width**0.5, key, content))
     splits = functional.pad(lengths.cumsum(0), (1, 0)).to(device)
-    return AttentionInputs(*leaves, gradient, splits, tuple(lengths.tolist()), bias)
+    return AttentionInputs(query, key, content, gradient, splits, tuple(lengths.tolist()), bias)
 
 
 def jagged(inputs: AttentionInputs) -> Tensor:
@@ -143,8 +143,8 @@ def silu_attention(
 
 def softmax_padded(inputs: AttentionInputs, padding: Padding) -> Tensor:
     """Attend by softmax and without biases: what torch has a kernel for."""
-    parts = (padding.pad(one) for one in (inputs.query, inputs.key, inputs.content))
-    return padding.unpad(functional.scaled_dot_product_attention(*parts, is_causal=True))
+    query, key, content = (padding.pad(one) for one in (inputs.query, inputs.key, inputs.content))
+    return padding.unpad(functional.scaled_dot_product_attention(query, key, content, is_causal=True))
 
 
 def forward_and_backward(attend: Attend, inputs: AttentionInputs) -> None:
@@ -230,7 +230,7 @@ def measure_drawn_lengths(report: Report, options: BenchAttentionOptions, device
             "padded": partial(silu_padded, padding=padding, math=silu_attention),
             "padded softmax": partial(softmax_padded, padding=padding),
         }
-        if on_gpu and compiles and not options.quick:
+        if options.compile and compiles:
             compiled = partial(
                 silu_padded, padding=padding, math=torch.compile(silu_attention, dynamic=False)
             )

@@ -252,6 +252,8 @@ class BenchAttentionOptions:
     """The number of heads."""
     width: int = 128
     """Floats of a query, key and value in a head; 128 is what matrix units are fastest with."""
+    compile: bool = False
+    """Also compare with padded attention that torch.compile made, on a GPU. It takes a minute to compile."""
     repeats: int = 4
     """The number of rounds, after one to warm up; the best counts."""
     seconds: float = 0.05

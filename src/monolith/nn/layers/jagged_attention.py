@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,7 +93,9 @@ def hstu_attention(
             bounds = time_bounds(len(bias.by_time), query.device)
             times, asked = bias.times.to(query.device), bias.asked.to(query.device)
             steps = JaggedSteps(steps.row_splits, max_length, bounds, times, asked)
-        result: Tensor = JaggedSilu.apply(query, key, content, bias.by_distance, bias.by_time, steps)
+        result: Tensor = cast(Any, JaggedSilu).apply(
+            query, key, content, bias.by_distance, bias.by_time, steps
+        )
         return result
 
     def attend(group: LengthGroup) -> Tensor:
@@ -127,12 +130,14 @@ def softmax_attention(
         from monolith.nn.layers.jagged_kernels import JaggedSoftmax, JaggedSteps
 
         steps = JaggedSteps(row_splits.to(query.device), max_length)
-        result: Tensor = JaggedSoftmax.apply(query, key, content, steps, dropout)
+        result: Tensor = cast(Any, JaggedSoftmax).apply(query, key, content, steps, dropout)
         return result
 
     def attend(group: LengthGroup) -> Tensor:
-        heads = (group.heads_of(one) for one in (query, key, content))
-        found = functional.scaled_dot_product_attention(*heads, dropout_p=dropout, is_causal=True)
+        query_, key_, content_ = (group.heads_of(one) for one in (query, key, content))
+        found = functional.scaled_dot_product_attention(
+            query_, key_, content_, dropout_p=dropout, is_causal=True
+        )
         return found.transpose(1, 2)
 
     return _by_group(content, row_splits, attend, numbers)

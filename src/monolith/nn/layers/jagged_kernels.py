@@ -1,7 +1,7 @@
 """Triton kernels of attention over jagged sequences, with gradients.
 
-`jagged_attention` says what they compute. Triton comes with a CUDA build of torch and is not there without one:
-this module is imported when the first CUDA tensor is attended to, and nowhere else.
+`jagged_attention` says what they compute. Triton comes with a CUDA build of torch and is not there without
+one: this module is imported when the first CUDA tensor is attended to, and nowhere else.
 
 A program has one block of queries (or, for the gradients of keys and values, of keys) of one head of one
 sequence, and goes through the blocks on the other side of the causal triangle:
@@ -632,7 +632,7 @@ def blocks_of(kernel: str, dtype: torch.dtype, widest: int) -> Blocks:
 
 
 def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

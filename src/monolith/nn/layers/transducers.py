@@ -198,7 +198,7 @@ class HSTULayer(nn.Module):
         gate, content, query, key = torch.split(
             functional.silu(self.norm(values) @ self.kernel), self.widths, 1
         )
-        query, key, content = (one.unflatten(1, (self.heads, -1)) for one in (query, key, content))
+        query, key, content = (torch.unflatten(one, 1, (self.heads, -1)) for one in (query, key, content))
         bias = PairBias(self.by_distance)
         if self.by_time is not None:
             bias = PairBias(self.by_distance, self.by_time, times, asked)
