@@ -71,6 +71,35 @@ def test_training_never_sees_the_last_item_of_a_user() -> None:
         assert torch.equal(batch.next_times[row], log.times[end - 7 : end + 1])
 
 
+def chains(users: int = 512, items: int = 2000, length: int = 20) -> UserSequences:
+    """Most steps are followed by one of three items; some are popular. A batch has hundreds of items."""
+    random = torch.Generator().manual_seed(0)
+    popular = 1 / (torch.arange(items) + 20.0)
+    following = torch.multinomial(popular, items * 3, replacement=True, generator=random).view(items, 3)
+    steps = [torch.multinomial(popular, users, replacement=True, generator=random)]
+    for _ in range(length - 1):
+        usual = following[steps[-1], torch.randint(3, (users,), generator=random)]
+        other = torch.multinomial(popular, users, replacement=True, generator=random)
+        steps.append(torch.where(torch.rand(users, generator=random) < 0.8, usual, other))
+    _, numbers = torch.unique(torch.stack(steps, 1).flatten(), return_inverse=True)
+    times = (60 * torch.arange(length)).repeat(users)
+    return UserSequences.of(torch.arange(users).repeat_interleave(length), numbers, times)
+
+
+@pytest.mark.parametrize("kind", ["sasrec", "hstu"])
+def test_the_ready_model_learns_as_fast_with_tables_as_by_the_published_training(kind: str) -> None:
+    settings = replace(SMALL, max_length=18, negatives=128, batch=128, rate=5e-3)
+    reached = []
+    for tables in (False, True):
+        learner = NextItemLearner(kind, chains(), 1, CPU, settings, tables=tables)
+        for _ in range(5):
+            learner.epoch()
+        reached.append(learner.metrics(ks=[50])["hit_rate@50"])
+    published, ready = reached
+    assert published > 0.1  # chance is 0.04
+    assert ready > published
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", list(MODELS))
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])

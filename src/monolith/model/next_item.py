@@ -51,7 +51,10 @@ class SequenceOptions(ModelOptions, total=False):
         steps: Which steps of a history are trained to pick the item that came next: "all", or the "last". By
             default the last one if the pipeline builds the history, since earlier steps were trained when
             they were new, and else all.
-        negatives: How many items of a batch, drawn anew each time, a step picks its item out of.
+        negatives: How many items of a batch, at most, a step picks its item out of. If it has more, they are
+            drawn anew each time, the same ones for all steps of the batch. Few of them slow learning down,
+            since an item that was not drawn is not pushed away from the steps that it is too near to; each
+            takes a float of memory per step.
         correction: Whether scores are corrected by how often each item is in a batch; see `ItemFrequency`.
     """
 
@@ -71,7 +74,7 @@ SEQUENCE_DEFAULTS: SequenceOptions = {
     "similarity": "cosine",
     "temperature": None,
     "steps": None,
-    "negatives": 512,
+    "negatives": 2048,
     "correction": True,
 }
 """The values of options that a caller leaves out."""
