@@ -88,7 +88,7 @@ def chains(users: int = 512, items: int = 2000, length: int = 20) -> UserSequenc
 
 @pytest.mark.parametrize("kind", ["sasrec", "hstu"])
 def test_the_ready_model_learns_as_fast_with_tables_as_by_the_published_training(kind: str) -> None:
-    settings = replace(SMALL, max_length=18, batch=128, rate=5e-3)
+    settings = replace(SMALL, max_length=18, negatives=128, batch=128, rate=5e-3)
     reached = []
     for tables in (False, True):
         learner = NextItemLearner(kind, chains(), 1, CPU, settings, tables=tables)
