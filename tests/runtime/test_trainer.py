@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -297,6 +297,39 @@ def test_a_run_that_was_cut_short_ends_bit_for_bit_like_one_that_was_not(
     assert last.rows == whole.rows
     assert last.weights == whole.weights
     assert trained[: 64 * (last.steps[0] - 1)] + last.examples == whole.examples
+
+
+class Repeated(nn.Module):
+    """Adds one of a few biases to each example, very often: its gradient is the sum of many floats."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.biases = inner, nn.Parameter(torch.zeros(3))
+        self.embeddings = inner.embeddings  # where `Watch` finds the rows
+
+    def forward(self, batch: Batch) -> Tensor:
+        logits: Tensor = self.inner(batch)
+        chosen = torch.arange(400_000).remainder(3).view(-1, len(logits))
+        scale = torch.linspace(0.1, 1, chosen.numel()).view(chosen.shape)
+        return logits + (self.biases[chosen] * scale).sum(0)
+
+
+@dataclass(frozen=True)
+class RepeatedIndices(Clicks):
+    def model(self) -> nn.Module:
+        return Repeated(super().model())
+
+
+def test_sums_over_repeated_indices_have_the_same_bits_on_several_threads() -> None:
+    """Threads of torch once added up gradients in the order in which they arrived."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first, *others = (train(RepeatedIndices(batches=4), deterministic=True)[0] for _ in range(4))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(other.weights == first.weights for other in others)
+    assert not torch.are_deterministic_algorithms_enabled()  # the choice of the process is as before
 
 
 def test_a_run_that_ended_well_continues_with_the_next_record(tmp_path: Path) -> None:

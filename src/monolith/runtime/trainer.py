@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -238,6 +239,8 @@ class Trainer:
         membership = coordinator.membership
         model_dir = config.model_dir if membership.is_chief else ""  # only the chief writes there
         with contextlib.ExitStack() as open_things:
+            if config.deterministic and (self._accelerator is None or self._accelerator.name == "cpu"):
+                open_things.enter_context(_OrderedSums())
             if model_dir:
                 filesystem.make_dirs(config.model_dir)
                 open_things.enter_context(ModelDirLock(config.model_dir))
@@ -728,6 +731,45 @@ def _best(best: BestSoFar) -> BestEvaluation | None:
     if best.step is None or best.metric is None:
         return None
     return BestEvaluation(step=best.step, metric=best.metric, value=best.value)
+
+
+class _OrderedSums:
+    """Has torch add up the gradients of repeated indices in one order, as long as some run needs it.
+
+    On a CPU the gradient of `x[index]` is added up by several threads with atomic operations, so its bits
+    depend on which of them is faster. That of a GPU is sorted first. The choice belongs to the whole process,
+    in which several runs may train on threads of their own, so their number is counted.
+    """
+
+    _lock = concurrency.Lock()
+    # Guarded by it: the runs that need it, and what the process had chosen before the first of them.
+    _runs = 0
+    _before = (False, False, True)
+
+    def __enter__(self) -> None:
+        kind, memory = _OrderedSums, cast(Any, torch.utils.deterministic)
+        with kind._lock:
+            if kind._runs == 0:
+                kind._before = (
+                    torch.are_deterministic_algorithms_enabled(),
+                    torch.is_deterministic_algorithms_warn_only_enabled(),
+                    memory.fill_uninitialized_memory,
+                )
+                # An operation without an order of its own is named in a warning, and the run continues.
+                self._set(True, True, False)
+            kind._runs += 1
+
+    def __exit__(self, *_: object) -> None:
+        kind = _OrderedSums
+        with kind._lock:
+            kind._runs -= 1
+            if kind._runs == 0:
+                self._set(*kind._before)
+
+    def _set(self, enabled: bool, warn_only: bool, fill: bool) -> None:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        # torch would fill all new memory, to find code that reads it before it is written.
+        cast(Any, torch.utils.deterministic).fill_uninitialized_memory = fill
 
 
 class _SessionHook(Hook):
