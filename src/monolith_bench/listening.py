@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -197,7 +198,8 @@ class ListeningLog:
         """Return how many steps the histories of examples [first, last) have."""
         events = np.arange(first, last) + self._first_example
         before = self._place[events] - self._begins[self._users[events]]
-        return np.minimum(before, self.config.max_length)
+        lengths: NDArray[np.int64] = np.minimum(before, self.config.max_length)
+        return lengths
 
     def records(self, first: int, last: int) -> Records:
         """Return examples [first, last), with their histories as list columns."""
@@ -205,7 +207,7 @@ class ListeningLog:
         lengths = torch.from_numpy(self.lengths(first, last))
         places = ranges(torch.from_numpy(self._place[events]) - lengths, lengths).numpy()
         items, steps, times = self._items[events], self._steps["item"][places], self.times[events]
-        one_each = {
+        one_each: dict[str, NDArray[Any]] = {
             "item": items,
             "artist": self._artist_of[items],
             "album": self._album_of[items],
@@ -218,7 +220,7 @@ class ListeningLog:
             "surface": self._surfaces[events],
             "time": times,
         }
-        lists = {
+        lists: dict[str, NDArray[Any]] = {
             "history": steps,
             "history.artist": self._artist_of[steps],
             "history.album": self._album_of[steps],
@@ -305,7 +307,7 @@ def feature_spec(max_length: int) -> FeatureSpec:
     )
 
 
-def _int64(values: NDArray[np.generic]) -> Tensor:
+def _int64(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(values.astype(np.int64))
 
 

@@ -83,7 +83,7 @@ class PlainLayer(nn.Module):
         parts = functional.silu(self.norm(steps) @ self.kernel)
         gate, content, query, key = parts.chunk(4, 2)
         content, query, key = (
-            one.unflatten(2, (self.heads, -1)).transpose(1, 2) for one in (content, query, key)
+            one.view(*one.shape[:2], self.heads, -1).transpose(1, 2) for one in (content, query, key)
         )
         # index_select: its gradient is added up by atomic operations, that of [] is sorted first.
         by_time = self.by_time.index_select(0, buckets.flatten()).view(buckets.shape)

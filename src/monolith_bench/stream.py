@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -51,8 +52,6 @@ from monolith_bench.rivals import quiet_logs
 METRICS = ("auc", "log_loss", "ne")
 _HIDDEN = (128, 64)
 _READ_AHEAD = 2
-_MANY = 8
-"""Batches in memory, which the baseline goes through in turn."""
 _SQUARE = {"cpu": 1024, "cuda": 8192}
 """Rows of the square matrices whose product is the device's rate."""
 
@@ -74,6 +73,7 @@ class StreamPlan:
     """Days that are trained on; one more is evaluated."""
     device: Literal["cpu", "cuda"]
     baseline_seconds: float
+    """How long each baseline works at a time."""
     seed: int
 
     @classmethod
@@ -95,7 +95,7 @@ class StreamPlan:
             steps=12 if options.quick else 64,
             days=min(options.days, 2) if options.quick else options.days,
             device=options.device,
-            baseline_seconds=0.1 if options.quick else 4.0,
+            baseline_seconds=0.1 if options.quick else 2.0,
             seed=options.seed,
         )
 
@@ -114,6 +114,11 @@ class StreamPlan:
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
 
+    @property
+    def window(self) -> int:
+        """How many steps are timed together."""
+        return min(self.steps - self.steps // 2, 8)
+
     def describe(self) -> str:
         """Return the model and the data in words."""
         return (
@@ -130,7 +135,7 @@ def _rounded(number: float, multiple: int) -> int:
 # What a sample costs
 
 
-def forward_flops(plan: StreamPlan, lengths: NDArray[Any], *, padded: bool = False) -> float:
+def forward_flops(plan: StreamPlan, lengths: NDArray[np.int64], *, padded: bool = False) -> float:
     """Return the floating-point operations of the forward pass of examples with histories of these lengths.
 
     Products of matrices count, with two operations for a multiplication and an addition. A layer has four
@@ -149,9 +154,26 @@ def forward_flops(plan: StreamPlan, lengths: NDArray[Any], *, padded: bool = Fal
     return float(plan.layers * layer + mlp)
 
 
-def training_flops(plan: StreamPlan, lengths: NDArray[Any]) -> float:
+def training_flops(plan: StreamPlan, lengths: NDArray[np.int64]) -> float:
     """Return the operations of a training step: backward is twice forward."""
     return 3 * forward_flops(plan, lengths)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Pace:
+    """How fast a model trains, and on what."""
+
+    samples_per_s: float
+    steps: float
+    """Of a history, the mean."""
+    flops: float
+    """Of a sample in training, the mean, without those of padding."""
+
+    @classmethod
+    def of(cls, plan: StreamPlan, lengths: NDArray[np.int64], seconds: float) -> Pace:
+        """Return the pace of examples with histories of these lengths that took so long together."""
+        flops = training_flops(plan, lengths) / len(lengths)
+        return cls(len(lengths) / seconds, float(lengths.mean()), flops)
 
 
 def matmul_flops_per_s(device: torch.device, seconds: float) -> float:
@@ -219,27 +241,36 @@ def config_of(plan: StreamPlan, model_dir: Path, **more: Any) -> TrainConfig:
     )
 
 
-class Watch(Hook):
-    """Times the second half of a run of so many steps, and notes what its tables take."""
+class DayTimer(Hook):
+    """Times the second half of a day, a few steps at a time, and notes what the tables take at its end."""
 
-    def __init__(self, run: LocalRun, plan: StreamPlan) -> None:
-        self._run, self._device, self._steps = run, plan.torch_device, plan.steps
+    def __init__(self, run: LocalRun, plan: StreamPlan, log: ListeningLog, day: int) -> None:
+        self._run, self._plan, self._log, self._day = run, plan, log, day
+        self._device = plan.torch_device
         self._taken, self._began = 0, 0.0
-        self.seconds = math.nan
-        """From the middle to the last step."""
-        self.rows = self.table_bytes = 0
+        self.paces: list[Pace] = []
+        """Of each window. A run that begins within a day has none that mean anything."""
+        self.rows = self.table_bytes = self.device_bytes = 0
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
-        self._taken += 1
-        if self._taken == self._steps // 2:
+        plan, self._taken = self._plan, self._taken + 1
+        timed, window = self._taken - plan.steps // 2, plan.window
+        if timed >= 0 and timed % window == 0:
             _settle(self._device)
-            self._began = time.perf_counter()
-        elif self._taken == self._steps:
-            _settle(self._device)
-            self.seconds = time.perf_counter() - self._began
+            began, self._began = self._began, time.perf_counter()
+            if timed:
+                end = (self._day * plan.steps + self._taken) * plan.batch
+                lengths = self._log.lengths(end - window * plan.batch, end)
+                self.paces.append(Pace.of(plan, lengths, self._began - began))
+                self._began = time.perf_counter()
+        if self._taken == plan.steps:
             found = self._run.session.model.stats().values()
             self.rows = sum(one.rows for one in found)
             self.table_bytes = sum(one.bytes_total for one in found)
+            if self._device.type == "cuda":
+                self.device_bytes = torch.cuda.max_memory_allocated(self._device)
 
 
 def train_day(
@@ -247,12 +278,12 @@ def train_day(
     log: ListeningLog,
     day: int,
     config: TrainConfig,
-) -> tuple[TrainReport, Watch]:
+) -> tuple[TrainReport, DayTimer]:
     """Train up to the end of a day, from the newest checkpoint of the model_dir."""
-    watches: list[Watch] = []
+    watches: list[DayTimer] = []
 
     def hooks(run: LocalRun) -> list[Hook]:
-        watches.append(Watch(run, plan))
+        watches.append(DayTimer(run, plan, log, day))
         return list(watches)
 
     report = Trainer(ListenTask(plan, log, day), config, hooks=hooks).train()
@@ -299,33 +330,39 @@ def measure(plan: StreamPlan, report: Report, folder: Path) -> list[str]:
     report.say(plan.describe())
     log = ListeningLog(plan.log)
     model_dir, stopped_dir = folder / "straight", folder / "stopped"
-    seconds, watch = [], None
+    ours: list[Pace] = []
+    plain: list[Pace] = []
+    size = plan.batch
     for day in range(plan.days):
         if day == plan.days - 1:
             report.say(f"day {day}: a run that stops after {plan.steps // 2} of {plan.steps} steps")
             start = RestoreConfig(dir=str(model_dir) if day else None)
-            half = config_of(plan, stopped_dir, restore=start, steps=plan.steps // 2)
-            train_day(plan, log, day, half)
+            train_day(plan, log, day, config_of(plan, stopped_dir, restore=start, steps=plan.steps // 2))
         report.say(f"day {day}: training")
         trained, watch = train_day(plan, log, day, config_of(plan, model_dir))
-        assert trained.checkpoint is not None
-        seconds.append(watch.seconds)
+        ours += watch.paces
         report.say(f"day {day + 1}: evaluating")
         measured = Trainer(ListenTask(plan, log, day), config_of(plan, model_dir)).evaluate()
         report_day(report, log, day + 1, measured)
-    assert watch is not None
+        # By turns with the runs, so that a disturbance of the machine hits both.
+        report.say(f"day {day}: plain torch")
+        pace, size = plain_torch(plan, log, day, size)
+        plain.append(pace)
     report.show("Trained on the days before each")
 
-    peak = torch.cuda.max_memory_allocated() if plan.device == "cuda" else None
-    report_speed(plan, log, min(seconds), report)
+    report.say("reading alone, and dense products")
+    reading = read_alone(plan, log)
+    product = matmul_flops_per_s(plan.torch_device, plan.baseline_seconds)
+    report_speed(plan, report, max(ours), max(plain), size, reading, product)
     report.add("all tables", "rows", watch.rows, "rows")
     report.add("all tables", "table_bytes", watch.table_bytes, "B")
     report.add("the process at its largest", "host_bytes", peak_memory(), "B")
-    if peak is not None:
-        report.add("tensors on the device at most", "device_bytes", peak, "B")
+    if plan.device == "cuda":
+        report.add("tensors on the device at most, training", "device_bytes", watch.device_bytes, "B")
     report.show(plan.describe())
 
     report.say("resuming in another process")
+    assert trained.checkpoint is not None
     return differing(trained.checkpoint, resume(plan, stopped_dir))
 
 
@@ -346,39 +383,24 @@ def report_day(report: Report, log: ListeningLog, day: int, measured: Mapping[st
     report.add(f"{case}, normalized entropy", "ne", measured[f"{LABEL}/ne"], "")
 
 
-def report_speed(plan: StreamPlan, log: ListeningLog, seconds: float, report: Report) -> None:
-    """Report the pace of the best day's second half next to reading alone, plain torch and dense products."""
-    half = plan.steps // 2
-    last = plan.days * plan.steps * plan.batch  # the examples that the last day's second half ends with
-    lengths = log.lengths(last - (plan.steps - half) * plan.batch, last)
-    samples, mean = len(lengths) / seconds, float(lengths.mean())
-    flops = training_flops(plan, lengths) / len(lengths)
-    report.say("reading alone")
-    reading = read_alone(plan, log)
-    report.say("dense products")
-    peak = matmul_flops_per_s(plan.torch_device, plan.baseline_seconds / 4)
-    report.say("plain torch, padded, on batches in memory")
-    plain, size, plain_flops = plain_torch(plan, log)
+def report_speed(
+    plan: StreamPlan, report: Report, ours: Pace, plain: Pace, size: int, reading: float, product: float
+) -> None:
+    """Report the pace of a run next to plain torch in batches of `size`, reading alone and dense products."""
     torchs = f"plain torch, padded, batches of {size} in memory"
-    report.add(torchs, "samples_per_s", plain, "samples/s")
+    report.add(torchs, "samples_per_s", plain.samples_per_s, "samples/s")
     report.add("reading alone", "samples_per_s", reading, "samples/s")
-    report.compare(
-        "training", "samples_per_s", samples, "samples/s", {torchs: plain, "reading alone": reading}
-    )
-    report.add("training, steps of histories", "history_steps_per_s", samples * mean, "steps/s")
-    report.add("steps of a history, mean", "steps", mean, "steps")
-    report.add("FLOPs of a sample", "flops", flops, "FLOP")
-    kind = "bfloat16" if plan.device == "cuda" else "float32"
-    product = f"a dense product, {kind}"
-    report.add(product, "flops_per_s", peak, "FLOP/s")
-    report.compare("training, model FLOPs", "flops_per_s", samples * flops, "FLOP/s", {product: peak})
-    report.compare(
-        "plain torch, model FLOPs without padding",
-        "flops_per_s",
-        plain * plain_flops,
-        "FLOP/s",
-        {product: peak},
-    )
+    against = {torchs: plain.samples_per_s, "reading alone": reading}
+    report.compare("training", "samples_per_s", ours.samples_per_s, "samples/s", against)
+    steps = ours.samples_per_s * ours.steps
+    report.add("training, steps of histories", "history_steps_per_s", steps, "steps/s")
+    report.add("steps of a history, mean", "steps", ours.steps, "steps")
+    report.add("FLOPs of a sample", "flops", ours.flops, "FLOP")
+    products = f"a dense product, {'bfloat16' if plan.device == 'cuda' else 'float32'}"
+    report.add(products, "flops_per_s", product, "FLOP/s")
+    for name, pace in (("training", ours), ("plain torch, padding not counted", plain)):
+        rate = pace.samples_per_s * pace.flops
+        report.compare(f"{name}, model FLOPs", "flops_per_s", rate, "FLOP/s", {products: product})
 
 
 def read_alone(plan: StreamPlan, log: ListeningLog) -> float:
@@ -392,49 +414,46 @@ def read_alone(plan: StreamPlan, log: ListeningLog) -> float:
     return read / (time.perf_counter() - began)
 
 
-def plain_torch(plan: StreamPlan, log: ListeningLog) -> tuple[float, int, float]:
-    """Train the same model in plain torch on batches in memory.
+def plain_torch(plan: StreamPlan, log: ListeningLog, day: int, size: int) -> tuple[Pace, int]:
+    """Train the same model in plain torch on batches of the second half of a day, which are in memory.
 
-    On a GPU whose memory does not hold a step, batches are halved until it does.
+    Args:
+        size: Of a batch. On a GPU whose memory does not hold a step it is halved until it does.
 
     Returns:
-        Samples per second; the size of a batch; and the model FLOPs of a sample, without those of padding.
+        The pace of the best round over these batches, and the size of a batch.
     """
-    size = plan.batch
     while True:
+        pace = None
         try:
-            pace = _plain_pace(plan, log, size)
-            break
+            pace = _plain_pace(plan, log, day, size)
         except torch.OutOfMemoryError:
             if size == 1:
                 raise
             size //= 2
-        torch.cuda.empty_cache()
-    lengths = log.lengths(0, _MANY * size)
-    return pace, size, training_flops(plan, lengths) / len(lengths)
+        torch.cuda.empty_cache()  # the process that resumes needs memory of the device, too
+        if pace is not None:
+            return pace, size
 
 
-def _plain_pace(plan: StreamPlan, log: ListeningLog, size: int) -> float:
-    device = plan.torch_device
+def _plain_pace(plan: StreamPlan, log: ListeningLog, day: int, size: int) -> Pace:
+    device, first = plan.torch_device, (day * plan.steps + plan.steps // 2) * plan.batch
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
         trainer = PlainTrainer(plain_model(plan, log), device, half=plan.device == "cuda")
-    batches = [PaddedBatch.of(log.records(n * size, (n + 1) * size), device) for n in range(_MANY)]
+    ranges = [(first + n * size, first + (n + 1) * size) for n in range(plan.window)]
+    batches = [PaddedBatch.of(log.records(*one), device) for one in ranges]
     for batch in batches[:2]:
         trainer.step(batch)
-    best = 0.0
-    for _ in range(3):
-        _settle(device)
-        began, done = time.perf_counter(), 0
-        for batch in itertools.cycle(batches):
+    best, rounds = math.inf, 0
+    began = window = time.perf_counter()
+    while rounds < 3 or time.perf_counter() - began < plan.baseline_seconds:
+        for batch in batches:
             trainer.step(batch)
-            done += len(batch)
-            # Whole rounds, so that each window has histories of the same lengths.
-            if done % (_MANY * size) == 0 and time.perf_counter() - began > plan.baseline_seconds / 4:
-                break
         _settle(device)
-        best = max(best, done / (time.perf_counter() - began))
-    return best
+        window, before = time.perf_counter(), window
+        best, rounds = min(best, window - before), rounds + 1
+    return Pace.of(plan, log.lengths(first, first + len(batches) * size), best)
 
 
 def plain_model(plan: StreamPlan, log: ListeningLog) -> PlainHSTU:
@@ -486,7 +505,7 @@ def differing(one: str, other: str) -> list[str]:
 
 
 def peak_memory() -> int | None:
-    """Return the most bytes that this process has had in memory; None where the system does not say."""
+    """Return the most bytes that this process has had in memory; None if the system does not say."""
     found = read_fields(Path("/proc/self/status")).get("VmHWM")
     return None if found is None else int(found.split()[0]) * 1024
 

@@ -166,7 +166,7 @@ def test_model_flops_are_those_that_torch_counts(length: int) -> None:
 def test_plain_torch_trains_the_same_model() -> None:
     """The same weights and rows give the same logits, of jagged and of padded histories."""
     plain = stream.plain_model(PLAN, LOG)
-    ours = ListenTask(PLAN, LOG, 0).model()
+    ours: Any = ListenTask(PLAN, LOG, 0).model()
     batch = next(iter(Pipeline(ListeningDays(LOG, 8, first=0, last=0)).to_batches(feature_spec(10))))
     padded = PaddedBatch.of(LOG.records(0, 8), torch.device("cpu"))
     ours.eval()
@@ -183,7 +183,7 @@ def test_plain_torch_trains_the_same_model() -> None:
             layer.bias.copy_(weights.pop(f"mlp.{number}.bias"))
         assert not weights
         for name in TABLES:
-            rows = plain.tables[name].weight
+            rows: Any = plain.tables[name].weight
             ours.embeddings.store.table(name).assign(torch.arange(len(rows)), rows.detach())
         assert_close(ours(batch), plain(padded), rtol=1e-4, atol=1e-5)
 
