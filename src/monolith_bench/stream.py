@@ -241,7 +241,7 @@ def config_of(plan: StreamPlan, model_dir: Path, **more: Any) -> TrainConfig:
     )
 
 
-class Watch(Hook):
+class DayTimer(Hook):
     """Times the second half of a day, a few steps at a time, and notes what the tables take at its end."""
 
     def __init__(self, run: LocalRun, plan: StreamPlan, log: ListeningLog, day: int) -> None:
@@ -278,12 +278,12 @@ def train_day(
     log: ListeningLog,
     day: int,
     config: TrainConfig,
-) -> tuple[TrainReport, Watch]:
+) -> tuple[TrainReport, DayTimer]:
     """Train up to the end of a day, from the newest checkpoint of the model_dir."""
-    watches: list[Watch] = []
+    watches: list[DayTimer] = []
 
     def hooks(run: LocalRun) -> list[Hook]:
-        watches.append(Watch(run, plan, log, day))
+        watches.append(DayTimer(run, plan, log, day))
         return list(watches)
 
     report = Trainer(ListenTask(plan, log, day), config, hooks=hooks).train()
@@ -505,7 +505,7 @@ def differing(one: str, other: str) -> list[str]:
 
 
 def peak_memory() -> int | None:
-    """Return the most bytes that this process has had in memory; None where the system does not say."""
+    """Return the most bytes that this process has had in memory; None if the system does not say."""
     found = read_fields(Path("/proc/self/status")).get("VmHWM")
     return None if found is None else int(found.split()[0]) * 1024
 

@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -239,7 +240,7 @@ class Trainer:
         model_dir = config.model_dir if membership.is_chief else ""  # only the chief writes there
         with contextlib.ExitStack() as open_things:
             if config.deterministic and (self._accelerator is None or self._accelerator.name == "cpu"):
-                open_things.enter_context(_ORDERED_SUMS)
+                open_things.enter_context(_OrderedSums())
             if model_dir:
                 filesystem.make_dirs(config.model_dir)
                 open_things.enter_context(ModelDirLock(config.model_dir))
@@ -740,37 +741,35 @@ class _OrderedSums:
     in which several runs may train on threads of their own, so their number is counted.
     """
 
-    def __init__(self) -> None:
-        self._lock = concurrency.Lock()
-        # Guarded by it: the runs that need it, and what the process had chosen before the first of them.
-        self._runs = 0
-        self._before = (False, False, True)
+    _lock = concurrency.Lock()
+    # Guarded by it: the runs that need it, and what the process had chosen before the first of them.
+    _runs = 0
+    _before = (False, False, True)
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self._runs == 0:
-                self._before = (
+        kind, memory = _OrderedSums, cast(Any, torch.utils.deterministic)
+        with kind._lock:
+            if kind._runs == 0:
+                kind._before = (
                     torch.are_deterministic_algorithms_enabled(),
                     torch.is_deterministic_algorithms_warn_only_enabled(),
-                    torch.utils.deterministic.fill_uninitialized_memory,
+                    memory.fill_uninitialized_memory,
                 )
                 # An operation without an order of its own is named in a warning, and the run continues.
                 self._set(True, True, False)
-            self._runs += 1
+            kind._runs += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._runs -= 1
-            if self._runs == 0:
-                self._set(*self._before)
+        kind = _OrderedSums
+        with kind._lock:
+            kind._runs -= 1
+            if kind._runs == 0:
+                self._set(*kind._before)
 
     def _set(self, enabled: bool, warn_only: bool, fill: bool) -> None:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         # torch would fill all new memory, to find code that reads it before it is written.
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
-_ORDERED_SUMS = _OrderedSums()
+        cast(Any, torch.utils.deterministic).fill_uninitialized_memory = fill
 
 
 class _SessionHook(Hook):
