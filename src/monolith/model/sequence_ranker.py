@@ -60,6 +60,8 @@ class SequenceRankerDense(nn.Module):
         mlp: Keyword arguments of the MLP's `tower`.
     """
 
+    encoder: Any
+
     def __init__(
         self, encoder: nn.Module, dim: int, plain: int, floats: int, hidden: Sequence[int], mlp: Any
     ) -> None:
@@ -91,10 +93,8 @@ class SequenceRankerDense(nn.Module):
             return self.following(encoded, steps.row_splits, item[None], rest, asked, numbers)
         values, row_splits, places = appended(steps, item)
         if times is not None:
-            times = (
-                appended(RaggedTensor(times[0], steps.row_splits, validate=False), times[1])[0],
-                times[1],
-            )
+            before = RaggedTensor(times[0], steps.row_splits, validate=False)
+            times = (appended(before, times[1])[0], times[1])
         whole = RaggedTensor(values, row_splits, validate=False)
         states = self.encoder(*self._steps(whole, None if times is None else times[0]), numbers=numbers)
         return self._logits(states[places], rest)
@@ -126,7 +126,7 @@ class SequenceRankerDense(nn.Module):
             items: float of shape (histories, items, dim).
             rest: As of `forward`.
             times: Seconds: of each step, and of items, of shape (histories, items or 1).
-            places: int64 of shape (examples,): of each example among the items, one history's after the other;
+            places: int64 of shape (examples,): of each example among the items, history after history;
                 by default each item is an example.
         """
         scaled = items * math.sqrt(items.shape[2])
@@ -186,6 +186,8 @@ class SequenceRanker(LogitModel):
         >>> model({"user": torch.tensor([17, 18]), "item": torch.tensor([7, 8]), "seen": seen_ids}).shape
         torch.Size([2])
     """
+
+    dense: SequenceRankerDense
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -176,7 +176,7 @@ class _Encoder(nn.Module):
     def _histories(
         self, encoded: Tensor, row_splits: Tensor, values: Tensor, numbers: Tensor | None
     ) -> tuple[Tensor, LengthGroup]:
-        """Return what was encoded, at least one row, and where the steps of each history are among them.
+        """Return encoded steps, at least one, and where the steps of each history are among them.
 
         Raises:
             LayerArgumentError: A shape is wrong, or a history is so long that no step may follow.
@@ -199,13 +199,13 @@ class _Encoder(nn.Module):
 
 
 def _padded(encoded: Tensor, histories: LengthGroup) -> Tensor:
-    """Return what was encoded by history, (sequences, length, floats), with zeros behind the end of each."""
+    """Return encoded steps by history, (sequences, length, floats), with zeros behind the end of each."""
     return torch.where(histories.real[:, :, None], encoded[histories.places], 0.0)
 
 
 def _by_head(values: Tensor, heads: int) -> Tensor:
     """Return (sequences, steps, heads * width) as (sequences, heads, steps, width)."""
-    return values.unflatten(2, (heads, -1)).transpose(1, 2)
+    return values.view(*values.shape[:2], heads, values.shape[2] // heads).transpose(1, 2)
 
 
 class HSTUEncoder(_Encoder):
@@ -302,10 +302,10 @@ class HSTUEncoder(_Encoder):
         self._positions(values, row_splits, numbers)
         self._check_times(times, values.shape[0])
         kept: list[Tensor] = []
-        *layers, last = self.layers
-        for layer in layers:
+        layers: list[Any] = [*self.layers]
+        for layer in layers[:-1]:
             values = layer(values, row_splits, times, times, numbers, kept)
-        return torch.cat([*kept, *last.keys(values)], 1)
+        return torch.cat([*kept, *layers[-1].keys(values)], 1)
 
     def following(
         self,
@@ -340,8 +340,9 @@ class HSTUEncoder(_Encoder):
             gaps = times[1][:, :, None] - then[histories.places][:, None, :]
             buckets = _gap_buckets(gaps, self.time_buckets)
         bias = _FollowingBias(apart, buckets)
-        parts = torch.split(_padded(encoded, histories), [w for one in self.layers for w in one.kept], 2)
-        for number, layer in enumerate(self.layers):
+        layers: list[Any] = [*self.layers]
+        parts = torch.split(_padded(encoded, histories), [w for one in layers for w in one.kept], 2)
+        for number, layer in enumerate(layers):
             values = layer.following(values, parts[2 * number], parts[2 * number + 1], bias)
         return values
 
@@ -542,10 +543,10 @@ class SASRecEncoder(_Encoder):
         """
         values = self.dropout(values + self.positions[self._positions(values, row_splits, numbers)])
         kept: list[Tensor] = []
-        *layers, last = self.layers
-        for layer in layers:
+        layers: list[Any] = [*self.layers]
+        for layer in layers[:-1]:
             values = layer(values, row_splits, numbers, kept)
-        return torch.cat([*kept, *last.keys(values)], 1)
+        return torch.cat([*kept, *layers[-1].keys(values)], 1)
 
     def following(
         self, encoded: Tensor, row_splits: Tensor, values: Tensor, numbers: Tensor | None = None
@@ -556,7 +557,8 @@ class SASRecEncoder(_Encoder):
         values = self.dropout(values + self.positions[last][:, None])
         padding = torch.where(histories.real, 0.0, -math.inf)[:, None, None]
         parts = torch.split(_padded(encoded, histories), self.dim, 2)
-        for number, layer in enumerate(self.layers):
+        layers: list[Any] = [*self.layers]
+        for number, layer in enumerate(layers):
             values = layer.following(values, parts[2 * number], parts[2 * number + 1], padding)
         states: Tensor = self.norm(values)
         return states
