@@ -466,19 +466,22 @@ class BenchServeOptions:
     """How long each case is measured, all rounds together."""
     repeats: int = 3
     """The number of rounds, in which all are measured by turns; the best counts."""
-    parts: tuple[Literal["dense", "predictor", "served", "ranking", "runners", "texts", "topk"], ...] = (
+    parts: tuple[
+        Literal["dense", "predictor", "served", "ranking", "runners", "texts", "histories", "topk"], ...
+    ] = (
         "dense",
         "predictor",
         "served",
         "ranking",
         "runners",
         "texts",
+        "histories",
         "topk",
     )
     """The parts to measure: `dense` is the dense half alone, in each way that it can be run, `predictor` the
     predictor without a server, `served` each transport next to FastAPI, `ranking` one user with many items,
-    `runners` two runners and two processes next to one, `texts` features that are texts, `topk` the best
-    items of catalogues."""
+    `runners` two runners and two processes next to one, `texts` features that are texts, `histories` one user
+    with many items by what the user did before, `topk` the best items of catalogues."""
     folder: str | None = None
     """The folder for the model, which is removed in the end; by default that for temporary files."""
     quick: bool = False

@@ -13,8 +13,9 @@ divided by the requests that were answered. It depends less on what else the mac
 client's own is reported next to it.
 
 Requests that rank 500 items for one user are compared with the same requests in full rows, requests of texts
-with those of whole numbers, and two runners and two processes with one. Last, a two-tower model is asked for
-the best 10 items of catalogues.
+with those of whole numbers, and two runners and two processes with one. A sequence model ranks items with
+the history of the user encoded once, in the cache, and in full rows. Last, a two-tower model is asked for the
+best 10 items of catalogues.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from monolith_bench.plain_server import BagsModel, FusedModel, plain_request, pl
 from monolith_bench.report import Report
 from monolith_bench.serve_load import COMMAND, LoadSeen, percentile
 from monolith_bench.served_deepfm import as_texts, names_of, write_deepfm
+from monolith_bench.served_histories import CACHE_BYTES, in_full_rows, measure_live, ranking_of, write_ranked
 
 NAME = "deepfm"
 START_SECONDS = 600.0
@@ -65,6 +67,8 @@ FASTAPI_JSON = "FastAPI, JSON"
 FASTAPI_BINARY = "FastAPI, binary"
 FASTAPI = {"gRPC": FASTAPI_BINARY, "HTTP, JSON": FASTAPI_JSON, "HTTP, binary": FASTAPI_BINARY}
 """Our transports -> what each is compared with."""
+MOST_ATTENTION = 1 << 25
+"""Pairs of steps in all rows of a request in full rows; more would take gigabytes."""
 TEXT_ROWS = 260_000
 """The most rows of the model that is asked with texts."""
 
@@ -109,6 +113,8 @@ def run(options: BenchServeOptions) -> int:
             measure_runners(report, root, options)
         if "texts" in options.parts:
             measure_texts(report, Path(folder), options)
+        if "histories" in options.parts:
+            measure_histories(report, Path(folder), options)
         if "topk" in options.parts:
             measure_topk(report, Path(folder), options)
     report.finish()
@@ -315,6 +321,38 @@ def measure_runners(report: Report, root: Path, options: BenchServeOptions) -> N
                     if (number := _numbers(seen).get(metric)) is not None:
                         report.compare(name, metric, number[0], unit, {baseline: value})
             report.show(f"Two batches at a time compared with one, {case}")
+
+
+def measure_histories(report: Report, folder: Path, options: BenchServeOptions) -> None:
+    """Compare ranking requests whose history is encoded once, or in the cache, with those in full rows."""
+    root = folder / "ranked"
+    write_ranked(root)
+    lengths, counts = ((20,), (1, 5)) if options.quick else ((200, 1_000), (1, 100, 500))
+    cache = ("--history-cache-bytes", str(CACHE_BYTES))
+    with served(root) as plain, served(root, *cache) as cached:
+        for steps in lengths:
+            for items in counts:
+                asked = ranking_of(1, steps, items)
+                case = f"history of {steps:,} steps, {items} items"
+                report.say(case)
+                _compare(
+                    report,
+                    options,
+                    case,
+                    "HTTP, binary",
+                    [(cached, asked, ", in the cache"), (plain, asked, ", encoded once")],
+                )
+                if items * steps**2 <= MOST_ATTENTION:
+                    full = in_full_rows(asked)
+                    _compare(
+                        report,
+                        replace(options, repeats=1),
+                        case,
+                        "HTTP, binary",
+                        [(plain, asked, ", encoded once, one round"), (plain, full, ", full rows")],
+                    )
+    report.show("Ranking by history: encoded once, and in the cache")
+    measure_live(report, root, options)
 
 
 def measure_topk(report: Report, folder: Path, options: BenchServeOptions) -> None:

@@ -34,7 +34,7 @@ def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
     assert report["bench"] == "serve"
     for result in report["results"]:
         assert set(result) == {"case", "metric", "value", "unit", "baseline", "ratio"}  # nothing failed
-        assert result["value"] > 0
+        assert result["value"] > 0 or result["metric"] in ("hit_rate", "compared", "largest_difference")
 
 
 @pytest.mark.parametrize(
@@ -127,3 +127,12 @@ def test_the_ways_to_run_a_dense_half_are_compared_with_that_of_a_server(report:
     found = {one["case"]: one["baseline"] for one in report["results"] if one["metric"] == "processor_us"}
     assert found["dense half, batch 2, recorded"] is None
     assert found["dense half, batch 2, by Python"] == "dense half, batch 2, recorded"
+
+
+def test_answers_with_the_cache_of_histories_are_those_without_it(report: dict[str, Any]) -> None:
+    found = [one["value"] for one in report["results"] if one["metric"] == "largest_difference"]
+    assert found
+    assert max(found) <= 1e-6
+    ways = ("in the cache", "encoded once", "full rows")
+    cases = {one["case"] for one in report["results"]}
+    assert {f"history of 20 steps, 5 items, HTTP, binary, {way}" for way in ways} <= cases

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -13,34 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from serve.fake_trainer import PATIENCE, FakeTrainer, until
 from serve.served_tasks import columns, exported, trained
 from serve.server.serving import ask_http
 
-from monolith.checkpoint.saved_tables import WHOLE, IdShard
 from monolith.errors import ConfigError, RequestError
 from monolith.serve import Predictor
 from monolith.serve.config import ServeFollowConfig
-from monolith.serve.manifest import Servable, read_servable, write_servable
+from monolith.serve.manifest import read_servable, write_servable
 from monolith.serve.server import InferenceServer, ServeConfig, VersionPolicy
 from monolith.serve.server.catalog import ServableCatalog, served_folder
 from monolith.store import TableIds
 from monolith.sync.channel import MemoryChannel
 from monolith.sync.messages import LearnedUpTo, LogPosition
-from monolith.sync.publisher import Publisher, PublisherConfig
-from monolith.table import FrozenTable, NativeTable, Segment, TableConfig
 
-PATIENCE = 120
 UNKNOWN = -1
-STAMPS = LearnedUpTo(
-    step=70, watermark=1_700_000_000, event_at=100.0, read_at=100.5, trained_at=101.0, published_at=101.5
-)
-
-
-def until(condition: Any) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -63,38 +50,6 @@ def root(servables: Path, tmp_path: Path) -> Path:
 def release(servables: Path, root: Path) -> None:
     shutil.copytree(servables / "6", root / ".6")
     (root / ".6").rename(root / "6")
-
-
-class FakeTrainer:
-    """Has the rows and weights of a version, changes them, and publishes what a test tells it to."""
-
-    def __init__(
-        self, version: Path, channel: MemoryChannel, share: IdShard = WHOLE, run: str | None = None
-    ) -> None:
-        self.servable: Servable = read_servable(str(version))
-        self.tables: dict[str, NativeTable] = {}
-        for name, about in self.servable.tables.items():
-            table = NativeTable(TableConfig(name=name, segments=(Segment(dim=about.dim),)))
-            ids, values = FrozenTable(f"{version}/{about.file}").core.scan(0, (1 << 64) - 1)
-            table.assign(torch.from_numpy(ids), torch.from_numpy(values).reshape(-1, about.dim))
-            self.tables[name] = table
-        with Predictor(str(version), show=False) as predictor:
-            self.dense: Mapping[str, torch.Tensor] = predictor._runner._graph.weights  # type: ignore[attr-defined]
-        self.learned = STAMPS
-        self.publisher = Publisher(
-            self.tables,
-            channel.writer(),
-            PublisherConfig(run=self.servable.run if run is None else run, shard=share, dense_interval=0.0),
-            dense=lambda: dict(self.dense),
-            learned=lambda: self.learned,
-        )
-
-    def change(self, name: str = "item", by: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add to all rows of a table; return ids and values."""
-        rows = self.tables[name].scan(limit=1 << 20).rows
-        values = rows.values + by
-        self.tables[name].assign(rows.ids, values)
-        return rows.ids, values
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from monolith.feature import FeatureIds
 from monolith.model import GRU4Rec, SequenceRanker
 from monolith.serve.dense import DenseGraph
 from monolith.serve.jagged import JaggedInputs
-from monolith.serve.tracing import collections_of, trace_dense
+from monolith.serve.tracing import collections_of, trace_dense, trace_histories
 
 FEATURES = [
     "item",
@@ -33,7 +33,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         FEATURES, encoder="sasrec", dim=8, hidden=(8,), max_length=6
     ),
 }
-LENGTHS: list[list[int]] = [[3, 0, 6, 1], [0], [1], [6], [0, 0], [2, 2, 2]]
+LENGTHS: list[list[int]] = [[3, 0, 6, 1], [0], [1], [6], [0, 0], [2, 2, 2], [5, 0]]
 
 
 def with_rows(model: Any) -> Any:
@@ -94,3 +94,11 @@ def test_the_vectors_of_users_and_items_are_graphs_too() -> None:
 def test_a_recurrent_network_is_no_graph() -> None:
     with pytest.raises(LayerArgumentError, match=r"recurrent network .* export a model with HSTU"):
         trace_dense(GRU4Rec(FEATURES, dim=8).eval(), lambda module, batch: {"score": module(batch)})
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "ranker" in name])
+def test_a_ranker_is_cut_into_two_graphs(name: str) -> None:
+    """`trace_histories` compares both with the whole, for several users, also without items."""
+    model = with_rows(MODELS[name]())
+    for graph in trace_histories(model, lambda module, batch: {"score": module(batch)}, model):
+        assert graph

@@ -147,3 +147,21 @@ def graph_numbers(batch: ModelInput) -> Tensor | None:
     ids = batch.ids if isinstance(batch, Batch) else batch
     found: Tensor | None = getattr(ids, "numbers", None)
     return found
+
+
+class EncodedHistories(NamedTuple):
+    """Histories that were encoded before, and the items of each; see `monolith.serve.histories`."""
+
+    encoded: Tensor
+    """What `SequenceRanker.encode` returned, float of shape (steps, floats)."""
+    items: Tensor
+    """int64 of shape (histories, items): the examples of each history; behind the end of a row, any."""
+    places: Tensor
+    """int64 of shape (examples,): where each example is among `items`, row after row."""
+
+
+def encoded_histories(batch: ModelInput) -> EncodedHistories | None:
+    """Return the encoded histories of a batch, as `graph_numbers`; None if no graph over them is traced."""
+    ids = batch.ids if isinstance(batch, Batch) else batch
+    found: EncodedHistories | None = getattr(ids, "encoded", None)
+    return found

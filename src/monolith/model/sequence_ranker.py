@@ -5,6 +5,10 @@ The item is the last step of the sequence, so that the encoder weighs the steps 
     history   [ i1  i2  i3 ]  item i4
     sequence  [ i1  i2  i3  i4 ]
     state                   s4, next to the vectors of the other features, becomes the logit
+
+A history that stands for many items is encoded once: to it, each item is one step more (`following` of the
+encoders). A server has two graphs for that, of `SequenceRanker.encode` and of the rest; see
+`monolith.serve.histories`.
 """
 
 from __future__ import annotations
@@ -19,7 +23,15 @@ from torch import Tensor, nn
 from monolith.errors import ConfigError
 from monolith.feature import CONCAT, Batch, FeatureSpec, Layout
 from monolith.model.features import Feature
-from monolith.model.histories import TIME, graph_numbers, has_times, max_length_of, step_features, step_times
+from monolith.model.histories import (
+    TIME,
+    encoded_histories,
+    graph_numbers,
+    has_times,
+    max_length_of,
+    step_features,
+    step_times,
+)
 from monolith.model.ready import (
     InputAxes,
     LogitModel,
@@ -48,6 +60,8 @@ class SequenceRankerDense(nn.Module):
         mlp: Keyword arguments of the MLP's `tower`.
     """
 
+    encoder: Any
+
     def __init__(
         self, encoder: nn.Module, dim: int, plain: int, floats: int, hidden: Sequence[int], mlp: Any
     ) -> None:
@@ -66,23 +80,82 @@ class SequenceRankerDense(nn.Module):
         """Return logits of shape (examples,).
 
         Args:
-            steps: float of shape (examples, steps, dim): what happened before; one row for all is repeated.
+            steps: float of shape (examples, steps, dim): what happened before. One row, next to more items,
+                stands for all and is encoded once.
             item: float of shape (examples, dim): what may happen now.
             rest: float of shape (examples, width) each.
             times: Seconds: of each step, of shape (steps,), and of each example.
             numbers: As of `HSTUEncoder.forward`.
         """
-        steps, times = _repeated(steps, times, item.shape[0])
+        if steps.nrows != item.shape[0]:
+            encoded = self.encode(steps, None if times is None else times[0], numbers)
+            asked = None if times is None else (times[0], times[1][None])
+            return self.following(encoded, steps.row_splits, item[None], rest, asked, numbers)
         values, row_splits, places = appended(steps, item)
-        scaled = values * math.sqrt(values.shape[1])
-        if isinstance(self.encoder, HSTUEncoder) and self.encoder.time_buckets:
-            when = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
-            if times is not None:
-                when = appended(RaggedTensor(times[0], steps.row_splits, validate=False), times[1])[0]
-            states = self.encoder(scaled, row_splits, when, numbers=numbers)
+        if times is not None:
+            before = RaggedTensor(times[0], steps.row_splits, validate=False)
+            times = (appended(before, times[1])[0], times[1])
+        whole = RaggedTensor(values, row_splits, validate=False)
+        states = self.encoder(*self._steps(whole, None if times is None else times[0]), numbers=numbers)
+        return self._logits(states[places], rest)
+
+    def encode(self, steps: RaggedTensor, times: Tensor | None, numbers: Tensor | None = None) -> Tensor:
+        """Return some histories as `following` reads them, float of shape (steps, floats).
+
+        Args:
+            steps, numbers: As of `forward`.
+            times: Seconds of each step.
+        """
+        encoded: Tensor = self.encoder.encode(*self._steps(steps, times), numbers=numbers)
+        return encoded
+
+    def following(
+        self,
+        encoded: Tensor,
+        row_splits: Tensor,
+        items: Tensor,
+        rest: Sequence[Tensor],
+        times: tuple[Tensor, Tensor] | None = None,
+        numbers: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits of shape (examples,), given what `encode` returned.
+
+        Args:
+            row_splits: Of the histories, int64 of shape (histories + 1,).
+            items: float of shape (histories, items, dim).
+            rest: As of `forward`.
+            times: Seconds: of each step, and of items, of shape (histories, items or 1).
+            places: int64 of shape (examples,): of each example among the items, history after history;
+                by default each item is an example.
+        """
+        scaled = items * math.sqrt(items.shape[2])
+        if self._reads_times:
+            if times is None:
+                none = row_splits.new_zeros(1)
+                times = (none.expand(encoded.shape[0]), none[None].expand(row_splits.shape[0] - 1, 1))
+            states = self.encoder.following(encoded, row_splits, scaled, times, numbers)
         else:
-            states = self.encoder(scaled, row_splits, numbers=numbers)
-        logits: Tensor = self.mlp(torch.cat([states[places], *rest], 1))
+            states = self.encoder.following(encoded, row_splits, scaled, numbers=numbers)
+        states = states.flatten(0, 1)
+        return self._logits(states if places is None else states[places], rest)
+
+    @property
+    def _reads_times(self) -> bool:
+        return isinstance(self.encoder, HSTUEncoder) and self.encoder.time_buckets > 0
+
+    def _steps(self, steps: RaggedTensor, times: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the first arguments of the encoder."""
+        values = steps.flat_values
+        scaled = values * math.sqrt(values.shape[1])
+        if not self._reads_times:
+            return scaled, steps.row_splits
+        if times is None:
+            times = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
+        return scaled, steps.row_splits, times
+
+    def _logits(self, states: Tensor, rest: Sequence[Tensor]) -> Tensor:
+        logits: Tensor = self.mlp(torch.cat([states, *rest], 1))
         return logits.squeeze(1)
 
 
@@ -113,6 +186,8 @@ class SequenceRanker(LogitModel):
         >>> model({"user": torch.tensor([17, 18]), "item": torch.tensor([7, 8]), "seen": seen_ids}).shape
         torch.Size([2])
     """
+
+    dense: SequenceRankerDense
 
     def __init__(
         self,
@@ -183,9 +258,24 @@ class SequenceRanker(LogitModel):
         numbers = self.floats.read(batch, floats, self.embeddings.device)
         steps = self.step_features.read(read)
         rest = [read["vectors"]] if numbers is None else [read["vectors"], numbers]
-        times = self._times(batch, steps, read["item"].shape[0])
-        logits: Tensor = self.dense(steps, read["item"], rest, times, graph_numbers(batch))
-        return logits
+        ranked = encoded_histories(batch)
+        if ranked is None:
+            times = self._times(batch, steps, read["item"].shape[0])
+            logits: Tensor = self.dense(steps, read["item"], rest, times, graph_numbers(batch))
+            return logits
+        times = self._times(batch, steps, steps.nrows)
+        asked = None if times is None else (times[0], times[1][:, None])
+        items, order = read["item"][ranked.items], graph_numbers(batch)
+        return self.dense.following(
+            ranked.encoded, steps.row_splits, items, rest, asked, order, ranked.places
+        )
+
+    def encode(self, batch: ModelInput) -> Tensor:
+        """Return the histories of a batch as its candidates read them, float of shape (steps, floats)."""
+        steps = self.step_features.read(self.embeddings(batch))
+        times, _ = step_times(batch, self.step_features.history, steps.row_splits)
+        encoded: Tensor = self.dense.encode(steps, times, graph_numbers(batch))
+        return encoded
 
     def _times(self, batch: ModelInput, history: RaggedTensor, examples: int) -> tuple[Tensor, Tensor] | None:
         """Return the seconds of each step, and of each example: its event time, or that of its last step."""
@@ -221,16 +311,3 @@ def appended(rows: RaggedTensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # Before a step of a row lies one appended value of each row before it.
     order = torch.where(numbers == places[sequence], steps + sequence, numbers - sequence)
     return torch.cat([rows.flat_values, last])[order], row_splits, places
-
-
-def _repeated(
-    steps: RaggedTensor, times: tuple[Tensor, Tensor] | None, examples: int
-) -> tuple[RaggedTensor, tuple[Tensor, Tensor] | None]:
-    """Return the steps of each example, where one row stands for all."""
-    if steps.nrows == examples:
-        return steps, times
-    many = len(steps.flat_values)
-    row_splits = torch.arange(examples + 1, device=steps.row_splits.device) * many
-    values = steps.flat_values.repeat(examples, 1)
-    again = None if times is None else (times[0].repeat(examples), times[1])
-    return RaggedTensor(values, row_splits, validate=False), again

@@ -25,9 +25,11 @@ from torch import Tensor
 
 from monolith import concurrency, native
 from monolith.errors import ExportError, RequestTooLargeError
-from monolith.feature import Batch, CrossFeature, FeatureSpec, Gatherer
+from monolith.feature import Batch, CrossFeature, FeatureIds, FeatureSpec, Gatherer
 from monolith.feature.gathering import PackedBatch
 from monolith.serve.dense import DenseGraph, SplitDense
+from monolith.serve.histories import HistoryGraphs, RankedHistories
+from monolith.serve.jagged import JaggedInputs
 from monolith.serve.manifest import Servable, ServableCollection, ServableLayout
 from monolith.serve.request_reader import MOST_REPEATED, Kind, RequestReader
 from monolith.serve.rows import FoundRows, RowSource
@@ -173,7 +175,7 @@ class CandidateRunner:
 
     Args:
         servable: The model.
-        graph: Its dense half.
+        graph: Its dense half: that of a model with histories in two graphs.
         rows: Looks up rows.
         workers: Threads for large batches.
         inputs: The columns that it reads, in the order of the plan that packs requests.
@@ -182,7 +184,7 @@ class CandidateRunner:
     def __init__(
         self,
         servable: Servable,
-        graph: DenseGraph,
+        graph: DenseGraph | HistoryGraphs,
         rows: RowSource,
         workers: native.Workers,
         inputs: Sequence[str],
@@ -223,17 +225,16 @@ class CandidateRunner:
             tensors = []
             for side, batch in ((split.shared, shared_batch), (split.own, own_batch)):
                 made: list[Tensor] = []
+                ids = batch.ids
                 for gatherer in side.gatherers:
-                    gathered, rows = self._rows.gather(gatherer, batch.ids, deadline=deadline)
+                    gathered, rows = self._rows.gather(gatherer, ids, deadline=deadline)
                     found.append(rows)
                     made += gathered
+                if side.jagged:
+                    assert isinstance(ids, FeatureIds), "requests with lists are not packed"
+                    made = side.jagged.tensors(made, ids)
                 tensors.append([*made, *(batch.floats[name] for name in side.floats)])
-            counts = torch.from_numpy(asked.counts)
-            if len(counts) == 1:
-                user = torch.zeros(int(counts), dtype=torch.int64)
-            else:
-                user = torch.repeat_interleave(counts)
-            outputs = split.dense(tensors[0], tensors[1], user)
+            outputs = split.dense(tensors[0], tensors[1], asked.counts)
         return dict(zip(self._dense.outputs, outputs, strict=True)), found
 
     def _names_of(self, own: bytes) -> frozenset[str]:
@@ -268,11 +269,19 @@ class CandidateRunner:
         if not shared or not own:
             return None
         sides = {False: _Side.of(self, shared), True: _Side.of(self, own)}
+        if sides[True].jagged:
+            raise ExportError(
+                "a history is encoded once only if all of its columns, and the event time, have one row for "
+                f"all items; requests have a row for each, for {', '.join(sides[True].jagged.histories)}"
+            )
         inputs: list[SplitInput] = []
         outputs = {False: 0, True: 0}
         for collection in self._servable.collections:
             for layout in sorted(collection.layouts, key=lambda one: one.name):
                 inputs += _split_layout(layout, collection, own, outputs)
+        if times := sides[False].jagged.times:
+            inputs += [SplitInput(outputs[False] + number, None) for number in range(len(times) + 1)]
+            outputs[False] += len(times) + 1
         for name in self._dense.floats:
             side = name in own
             inputs.append(SplitInput(None, outputs[side]) if side else SplitInput(outputs[side], None))
@@ -307,6 +316,10 @@ class CandidateRunner:
     def floats(self) -> Sequence[str]:
         return tuple(self._dense.floats)
 
+    @property
+    def times(self) -> Sequence[str]:
+        return self._dense.times
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
@@ -314,6 +327,8 @@ class _Side:
 
     reader: RequestReader
     gatherers: tuple[Gatherer, ...]
+    jagged: JaggedInputs
+    """The histories among them."""
     columns: frozenset[str]
     """The columns that they read."""
     floats: tuple[str, ...]
@@ -321,15 +336,22 @@ class _Side:
     @classmethod
     def of(cls, runner: CandidateRunner, names: set[str]) -> _Side:
         reader, gatherers = runner.make_side(sorted(names))
-        columns = frozenset(one.name for one in reader.inputs)
-        return cls(reader, gatherers, columns, tuple(name for name in runner.floats if name in names))
+        plans = [one.plan for one in gatherers]
+        has_histories = bool(JaggedInputs(plans))
+        return cls(
+            reader,
+            gatherers,
+            JaggedInputs(plans, runner.times if has_histories else ()),
+            frozenset(one.name for one in reader.inputs),
+            tuple(name for name in runner.floats if name in names),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BySide:
     shared: _Side
     own: _Side
-    dense: SplitDense
+    dense: SplitDense | RankedHistories
 
     def batches(
         self, asked: CandidateColumns | native.PackedRanking
@@ -376,6 +398,8 @@ def _split_layout(
         return outputs[side] - 1
 
     sides = [one.feature in own for one in layout.slices]
+    if collection.inputs[layout.slices[0].feature].combiner == "each":
+        return [SplitInput(place(False), None) for _ in layout.slices for _ in ("values", "ends", "numbers")]
     if layout.kind == "NONE":
         return [SplitInput(None, place(True)) if side else SplitInput(place(False), None) for side in sides]
     if len(set(sides)) == 1:

@@ -373,6 +373,9 @@ class ServeConfig(Checked):
     predict_threads: int = 1
     """Threads that compute one batch, of torch, too. More than one wait for each other busily, which is
     quicker only for batches of thousands of rows; `batching.runners` computes several batches at a time."""
+    history_cache_bytes: int = 0
+    """Memory for encoded histories of users, of all models of a process: a ranking request of a user whose
+    history, rows and weights are as before does not encode it again. 0 keeps none."""
     access_log: float = 0.0
     """Fraction of answered requests that are logged, 0 to 1; of refused requests, ten per second are."""
     trace_to: str = ""
@@ -412,6 +415,8 @@ class ServeConfig(Checked):
             )
         if self.threads < 1:
             yield Problem(("threads",), "must be at least 1")
+        if self.history_cache_bytes < 0:
+            yield Problem(("history_cache_bytes",), f"must be 0 or more, got {self.history_cache_bytes}")
         if not 0 <= self.access_log <= 1:
             yield Problem(("access_log",), "must be from 0 to 1")
         if self.poll <= timedelta(0):

@@ -27,8 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.fx
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import concurrency
@@ -309,6 +311,11 @@ class DenseGraph:
         found: Sequence[Tensor] = self._run(*self._values, *rows, *floats)
         return found
 
+    def bound(self) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]:
+        """Return this graph with the current weights, whatever is swapped later."""
+        run, values = self._run, self._values
+        return lambda rows, floats: run(*values, *rows, *floats)
+
     def split(self, inputs: Sequence[SplitInput]) -> SplitDense:
         """Return this graph for users and their items, checked against the whole graph; see `SplitGraph`.
 
@@ -325,7 +332,7 @@ class DenseGraph:
                 made.swap(fixed)
                 for users in (1, 2):
                     whole = _example(self._input_shapes, inputs, users, items=5)
-                    found = made(*whole.sides, whole.user)
+                    found = made(*whole.sides, np.bincount(whole.user.numpy()))
                     for one, other in zip(found, self._run(*self._values, *whole.rows), strict=True):
                         if not torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True):
                             raise ExportError("it then predicts something else")
@@ -339,7 +346,7 @@ class DenseGraph:
 class SplitDense:
     """Runs a graph whose inputs are split by side. Thread-safe, and swapped with the whole graph.
 
-    Shapes: tensors (g, ...) of users, (n, ...) of items, and int64 (n,) in, float32 (n,) per head out.
+    Shapes: tensors (g, ...) of users, (n, ...) of items, and int64 (g,) in, float32 (n,) per head out.
     """
 
     def __init__(self, graph: torch.fx.Graph, fixed: int, inputs: Sequence[SplitInput]) -> None:
@@ -366,12 +373,19 @@ class SplitDense:
         for one in self._variants:
             one.values = one.ahead.values([*fixed, *one.indices])
 
-    def __call__(self, shared: Sequence[Tensor], own: Sequence[Tensor], user: Tensor) -> Sequence[Tensor]:
+    def __call__(
+        self, shared: Sequence[Tensor], own: Sequence[Tensor], counts: NDArray[np.int64]
+    ) -> Sequence[Tensor]:
         """Return predictions, a tensor for each head.
 
         Args:
-            user: The number of the user of each item.
+            counts: Items of each user.
         """
+        # The number of the user of each item.
+        if len(counts) == 1:
+            user = torch.zeros(int(counts[0]), dtype=torch.int64)
+        else:
+            user = torch.repeat_interleave(torch.from_numpy(counts))
         variant = self._variants[len(shared[0]) == 1]
         found: Sequence[Tensor] = variant.run(*variant.values, *shared, *own, user)
         return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from monolith.checkpoint.offline.reading import SavedTables
 from monolith.config import config_from_mapping, to_dict
 from monolith.errors import ConfigError, CorruptFileError, ExportError
 from monolith.feature import FeatureSpec
-from monolith.model import EmbeddingCollection, RetrievalModel
+from monolith.model import EmbeddingCollection, RetrievalModel, SequenceRanker
 from monolith.observe import Progress
 from monolith.serve.dense import compile_graph
 from monolith.serve.export_tables import Advance, ExpiredRows, TableCodings, export_table, saved_history
@@ -44,9 +45,9 @@ from monolith.serve.manifest import (
     write_requests,
     write_servable,
 )
-from monolith.serve.predictor import COMPILED, GRAPH, TOWER_GRAPHS, WEIGHTS
+from monolith.serve.predictor import COMPILED, GRAPH, HISTORY_GRAPHS, TOWER_GRAPHS, WEIGHTS
 from monolith.serve.request_reader import Kind, RequestReader
-from monolith.serve.tracing import Predict, TracedDense, collections_of, trace_dense
+from monolith.serve.tracing import Predict, TracedDense, collections_of, trace_dense, trace_histories
 from monolith.serve.versions import (
     ENTRY,
     NewVersion,
@@ -59,6 +60,8 @@ from monolith.serve.versions import (
 from monolith.sync.messages import run_identity
 from monolith.table import EventClock, TableConfig
 from monolith.tensors.files import write_tensors
+
+_log = logging.getLogger(__name__)
 
 _DONE = "done.json"
 """A file in a folder that is being written, which lists the complete tables."""
@@ -210,6 +213,9 @@ class Exporter:
         towers = (part for part in model.module.modules() if isinstance(part, RetrievalModel))
         self._towers = next(towers, None)
         self._tower_graphs: dict[str, bytes] = {}
+        rankers = [part for part in model.module.modules() if isinstance(part, SequenceRanker)]
+        self._ranker = rankers[0] if len(rankers) == 1 else None
+        self._history_graphs: dict[tuple[str, ...], dict[str, bytes]] = {}
         self._traced: dict[tuple[str, ...], TracedDense] = {}
         if not how.as_module:
             self._trace(tuple(model.heads))  # raises an error before anything is written
@@ -240,6 +246,31 @@ class Exporter:
             for side, call in calls.items()
         }
         return self._tower_graphs
+
+    def _trace_histories(self, heads: tuple[str, ...]) -> dict[str, bytes]:
+        """Return the graphs over histories: file -> graph; none of a model that has no such part. They are
+        traced once."""
+        model = self._model
+        if self._ranker is None:
+            return {}
+        if heads not in self._history_graphs:
+            group = None if model.spec is None else model.spec.group
+            graphs: Sequence[bytes] = ()
+            try:
+                graphs = trace_histories(
+                    *(model.module, model.outputs, self._ranker),
+                    floats=model.widths,
+                    heads=heads,
+                    group=group,
+                )
+            except ExportError as error:
+                _log.warning(
+                    "model %r: histories are encoded for each item of a ranking request: %s",
+                    model.name,
+                    error,
+                )
+            self._history_graphs[heads] = dict(zip(HISTORY_GRAPHS, graphs, strict=False))
+        return self._history_graphs[heads]
 
     def rows_of(self, prefix: str) -> int:
         """Return the number of rows that an export of a checkpoint reads, for a progress bar."""
@@ -425,7 +456,7 @@ class Exporter:
         )
         if traced is not None:
             files[GRAPH] = _write(new.folder, GRAPH, traced.graph)
-            for name, graph in self._trace_towers().items():
+            for name, graph in {**self._trace_towers(), **self._trace_histories(saved.heads)}.items():
                 files[name] = _write(new.folder, name, graph)
             if self._how.compiled:
                 package = compile_graph(traced.graph, weights, traced.example)
@@ -471,7 +502,9 @@ class Exporter:
             "compiled": how.compiled,
             "heads": list(saved.heads),
             "features": None if self._model.spec is None else self._model.spec.to_json(),
-            **({} if self._towers is None else {"towers": True}),  # exports without their graphs differ
+            # Exports without their graphs differ.
+            **({} if self._towers is None else {"towers": True}),
+            **({} if self._ranker is None else {"histories": True}),
         }
         return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=8).hexdigest()
 

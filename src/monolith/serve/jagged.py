@@ -9,7 +9,7 @@ steps (steps,) that the model reads, and the event time of each example (example
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ _LEAST = 2
 
 Taken = tuple[list[Tensor], dict[int, Tensor], Tensor | None]
 """The outputs of a plan, the row splits of its features that keep each ID, and the numbers of steps."""
+
+
+InputKind = Literal["rows", "values", "ends", "numbers", "times", "asked"]
+"""What a tensor of a graph is: rows of examples; of histories the values of steps, the ends, the numbers, and
+the times; or the event times of examples."""
 
 
 class JaggedInputs:
@@ -62,17 +67,28 @@ class JaggedInputs:
         for plan, row_splits in zip(self._plans, splits, strict=True):
             for feature in plan.each:
                 values = next(given)
-                made += [values] if feature < 0 else [_at_least(values), row_splits[feature][1:], numbers]
+                made += [values] if feature < 0 else [at_least(values), row_splits[feature][1:], numbers]
         for name in self.times:
             times = self._times(name, ids)
-            made.append(_at_least(times.flat_values))
+            made.append(at_least(times.flat_values))
         if self.times:
             made.append(self._event_times(ids))
         return made
 
+    @property
+    def kinds(self) -> list[InputKind]:
+        """What each tensor of a graph is."""
+        found: list[InputKind] = []
+        for plan in self._plans:
+            for feature in plan.each:
+                found += ["rows"] if feature < 0 else ["values", "ends", "numbers"]
+        for _ in self.times:
+            found.append("times")
+        return [*found, "asked"] if self.times else found
+
     def sizes(self, examples: Any) -> list[dict[int, Any]]:
         """Return the dimensions of the tensors that differ from batch to batch, for torch.export."""
-        roots = dict.fromkeys(map(self._root, self.histories))
+        roots = dict.fromkeys(map(self.root, self.histories))
         steps = {root: torch.export.Dim(f"steps_{number}", min=_LEAST) for number, root in enumerate(roots)}
         longest = torch.export.Dim("longest", min=_LEAST)
         found: list[dict[int, Any]] = []
@@ -81,9 +97,9 @@ class JaggedInputs:
                 if feature < 0:
                     found.append({0: examples})
                 else:
-                    root = self._root(plan.features[feature].name)
+                    root = self.root(plan.features[feature].name)
                     found += [{0: steps[root]}, {0: examples}, {0: longest}]
-        found += [{0: steps[self._root(name)]} for name in self.times]
+        found += [{0: steps[self.root(name)]} for name in self.times]
         return [*found, {0: examples}] if self.times else found
 
     def layouts(self, plan: LayoutPlan, given: Iterator[Tensor]) -> Taken:
@@ -98,7 +114,7 @@ class JaggedInputs:
                 row_splits[feature] = torch.cat([ends.new_zeros(1), ends])
         return outputs, row_splits, numbers
 
-    def _root(self, name: str) -> str:
+    def root(self, name: str) -> str:
         """Return the history that a feature belongs to, with as many steps."""
         return min((one for one in self.histories if f"{name}.".startswith(f"{one}.")), key=len)
 
@@ -106,7 +122,7 @@ class JaggedInputs:
         """Return the times of a history; zeros if the batch has none."""
         if name in ids.names:
             return ids[name]
-        root = self._root(name)
+        root = self.root(name)
         if root in ids.names:
             steps = ids[root]
         else:
@@ -125,6 +141,7 @@ class JaggedInputs:
         return last if len(last) == ids.batch_size else last.expand(ids.batch_size).contiguous()
 
 
-def _at_least(values: Tensor) -> Tensor:
+def at_least(values: Tensor) -> Tensor:
+    """Return values with so many rows that torch.export takes them."""
     missing = _LEAST - len(values)
     return values if missing <= 0 else torch.cat([values, values.new_zeros(missing, *values.shape[1:])])

@@ -124,6 +124,31 @@ class ServeMetrics:
             self._difference.observe(difference, name=name, shadow=shadow)
 
 
+class HistoryMetrics:
+    """Metrics of the cache of encoded histories."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._lookups = metrics.counter(
+            "serve_history_cache_lookups",
+            "Histories of ranking requests that the cache had (hit) or that were encoded (miss)",
+            ("model", "outcome"),
+        )
+        self._dropped = metrics.counter(
+            "serve_history_cache_evictions", "Encoded histories dropped because the cache was full"
+        )
+        self._bytes = metrics.gauge("serve_history_cache_bytes", "Bytes of host memory the cache uses")
+
+    def looked_up(self, model: str, hits: int, misses: int) -> None:
+        for outcome, count in (("hit", hits), ("miss", misses)):
+            if count:
+                self._lookups.inc(count, model=model, outcome=outcome)
+
+    def kept(self, size: int, dropped: int) -> None:
+        self._bytes.set(size)
+        if dropped:
+            self._dropped.inc(dropped)
+
+
 class VersionStatistics:
     """Counts the requests of one version since it was loaded, for the statistics extension. Thread-safe."""
 

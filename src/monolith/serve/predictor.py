@@ -33,6 +33,7 @@ from monolith.feature.gathering import PackedBatch
 from monolith.observe import Progress, progress
 from monolith.serve.candidates import CandidateColumns, CandidateRunner, find_candidates
 from monolith.serve.dense import CompiledDense, DenseGraph
+from monolith.serve.histories import HistoryCache, HistoryGraphs
 from monolith.serve.jagged import JaggedInputs
 from monolith.serve.manifest import WARM_UP, Servable, ServableDense, Signature, read_requests
 from monolith.serve.python_module import ModuleRunner, make_module
@@ -48,6 +49,8 @@ COMPILED = "dense/compiled.pt2"
 WEIGHTS = "dense/weights.safetensors"
 TOWER_GRAPHS: Mapping[str, str] = {"user": "dense/user_vector.pt2", "item": "dense/item_vector.pt2"}
 """Side of a retrieval model -> the graph of its tower."""
+HISTORY_GRAPHS = ("dense/encode_histories.pt2", "dense/with_histories.pt2")
+"""The graphs that rank the items of a user with the history encoded once; see `monolith.serve.histories`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,6 +178,7 @@ class Predictor:
             self._input_names = tuple(kinds)
             self._signature = signature
             self._ranking: CandidateRunner | None = None
+            self._histories: HistoryGraphs | None = None
             self._towers: dict[str, TowerRunner] = {}
             self._listeners: tuple[RowsListener, ...] = ()
             self._runner, self._weight_names = self._open_dense(locked, dense, rows, options)
@@ -361,8 +365,31 @@ class Predictor:
             RestoreError: Their names or shapes do not fit.
         """
         self._runner.swap(weights)
+        if self._histories is not None:
+            self._histories.swap(weights)
         # Towers are swapped by the index of items, together with the vectors that it makes of them.
         self.rows_changed(ChangedRows(weights=weights))
+
+    @property
+    def histories(self) -> HistoryGraphs | None:
+        """What ranks items with the history of a user encoded once; None if the model does not."""
+        return self._histories
+
+    def keep_histories(self, cache: HistoryCache, model: str) -> bool:
+        """Keep encoded histories for the next request of the same user, until this predictor is closed.
+
+        Args:
+            cache: Where they are kept, with those of other models.
+            model: The name of the model in its metrics.
+
+        Returns:
+            Whether the model encodes histories once for many items.
+        """
+        if self._histories is None:
+            return False
+        self._histories.keep_in(cache, model)
+        self._opened.callback(self._histories.close)
+        return True
 
     # Retrieval
 
@@ -465,10 +492,17 @@ class Predictor:
                 where = filesystem.join(folder, file)
                 tower = DenseGraph(filesystem.read_bytes(where), ordered, where, record=not jagged)
                 self._towers[side] = TowerRunner(locked.servable, side, tower, gatherers, rows)
-        if isinstance(graph, DenseGraph) and not jagged:
-            self._ranking = CandidateRunner(
-                locked.servable, graph, rows, workers, [one.name for one in self._reader.inputs]
+        if all(one in files for one in HISTORY_GRAPHS):
+            encode, following = (
+                DenseGraph(filesystem.read_bytes(where), ordered, where, record=False)
+                for where in (filesystem.join(folder, one) for one in HISTORY_GRAPHS)
             )
+            self._histories = HistoryGraphs(encode, following, jagged)
+        if self._histories is not None or (isinstance(graph, DenseGraph) and not jagged):
+            by_side = self._histories or graph
+            assert not isinstance(by_side, CompiledDense)
+            inputs = [one.name for one in self._reader.inputs]
+            self._ranking = CandidateRunner(locked.servable, by_side, rows, workers, inputs)
         runner = GraphRunner(graph, gatherers, rows, tuple(dense.floats), dense.outputs, jagged)
         return runner, tuple(ordered)
 

@@ -22,16 +22,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from monolith.errors import CorruptFileError, ExportError, MonolithError
 from monolith.feature import Batch, FeatureIds
-from monolith.model import EmbeddingCollection
+from monolith.model import EmbeddingCollection, SequenceRanker
 from monolith.model.collection import StandIn
+from monolith.model.histories import EncodedHistories
 from monolith.observe.stacks import own_frame
 from monolith.serve.dense import DenseGraph, clean_graph
-from monolith.serve.jagged import JaggedInputs, Taken
+from monolith.serve.histories import ENCODED_KINDS, items_of
+from monolith.serve.jagged import JaggedInputs, Taken, at_least
 from monolith.tensors import RaggedTensor
 
 Predict = Callable[[nn.Module, Batch], Mapping[str, Tensor]]
@@ -92,7 +95,91 @@ def trace_dense(
     weights = {name: tensor.detach() for name, tensor in _tensors(module).items()}
     rows, numbers = half.examples(_TRACED)
     size = torch.export.Dim("examples", min=1)
-    shapes = ([None] * len(weights), half.jagged.sizes(size), [{0: size}] * len(numbers))
+    graph = _exported(half, weights, (rows, numbers), half.jagged.sizes(size), size)
+    traced = TracedDense(graph, weights, half.heads, (rows, numbers), half.jagged.times)
+    _compare(half, traced, _written_at(module))
+    return traced
+
+
+def trace_histories(
+    module: nn.Module,
+    outputs: Predict,
+    ranker: SequenceRanker,
+    *,
+    floats: Mapping[str, int] | None = None,
+    heads: Sequence[str] = (),
+    group: str | None = None,
+) -> tuple[bytes, bytes]:
+    """Trace a model in two graphs, and check that they predict the same; see `monolith.serve.histories`.
+
+    Args:
+        module, outputs, floats, heads, group: As of `trace_dense`.
+        ranker: The part of the model that reads histories.
+
+    Returns:
+        The graph that encodes histories, and the one that predicts with them.
+
+    Raises:
+        ExportError: The model cannot be cut so; gives the reason.
+    """
+    how = (dict(floats or {}), heads, group)
+    half = DenseHalf(module, outputs, *how)
+    roots = {half.jagged.root(name) for name in half.jagged.histories}
+    if roots != {ranker.step_features.history}:
+        raise ExportError(f"the model reads several histories: {', '.join(sorted(roots))}")
+    weights = {name: tensor.detach() for name, tensor in _tensors(module).items()}
+    kinds = half.jagged.kinds
+    users, items = torch.export.Dim("histories", min=1), torch.export.Dim("examples", min=1)
+    most = torch.export.Dim("most", min=1)
+    sizes = list(zip(kinds, half.jagged.sizes(users), strict=True))
+    encoding = _EncodingHalf(module, lambda _, batch: {"encoded": ranker.encode(batch)}, *how)
+    following = _FollowingHalf(module, outputs, *how)
+    example = _RankedExample.of(half, [2, 0, 3])
+    encode = _exported(
+        *(encoding, weights, (example.steps, [])),
+        *([size for kind, size in sizes if kind in ENCODED_KINDS], users),
+    )
+    with torch.no_grad():
+        (encoded,) = encoding(example.steps, [])
+    steps = next(size for kind, size in sizes if kind == "values")
+    follow = _exported(
+        *(following, weights, ([*example.rows, encoded, *example.order], example.floats)),
+        [
+            *({0: items} if kind == "rows" else size for kind, size in sizes if kind != "values"),
+            *(steps, {0: users, 1: most}, {0: items}),
+        ],
+        items,
+    )
+    graphs = [DenseGraph(one, weights, record=False) for one in (encode, follow)]
+    for counts in ([1], [4], [0, 2, 1], [3, 0], [2, 2, 0, 1]):
+        example = _RankedExample.of(half, counts)
+        with torch.no_grad():
+            wanted = half(example.whole, example.floats)
+            (encoded,) = graphs[0](example.steps, [])
+            found = graphs[1]([*example.rows, encoded, *example.order], example.floats)
+        for one, other in zip(wanted, found, strict=True):
+            if not torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True):
+                raise ExportError("it then predicts something else")
+    return encode, follow
+
+
+def _exported(
+    half: DenseHalf,
+    weights: Mapping[str, Tensor],
+    inputs: tuple[Sequence[Tensor], Sequence[Tensor]],
+    sizes: Sequence[Any],
+    examples: Any,
+) -> bytes:
+    """Return the file of a graph.
+
+    Args:
+        inputs: Examples of tensors of rows, and of floats.
+        sizes: The dimensions of rows that differ from batch to batch.
+        examples: That of floats.
+    """
+    module = half.module
+    rows, numbers = map(list, inputs)
+    shapes = ([None] * len(weights), sizes, [{0: examples}] * len(numbers))
     try:
         with torch.no_grad():
             program = torch.export.export(
@@ -119,9 +206,7 @@ def trace_dense(
         raise ExportError(
             f"{type(module).__name__} cannot be exported as a graph: {cause.reason}. {INSTEAD}"
         ) from cause
-    traced = TracedDense(graph, weights, half.heads, (rows, numbers), half.jagged.times)
-    _compare(half, traced, _written_at(module))
-    return traced
+    return graph
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -160,6 +245,19 @@ class DenseHalf(nn.Module):
         self.heads: tuple[str, ...] = ()
         """The heads of its predictions, after the first run."""
 
+    @property
+    def widths(self) -> Sequence[int]:
+        """Of the float features."""
+        return tuple(self._floats.values())
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the shape of each tensor of a graph, without its first dimension."""
+        found: list[tuple[int, ...]] = []
+        for one in self._collections:
+            for feature, shape in zip(one.plan.each, one.plan.shapes, strict=True):
+                found += [shape] if feature < 0 else [shape, (), ()]
+        return [*found, *([()] * (len(self.jagged.kinds) - len(found)))]
+
     def examples(self, size: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
         """Return tensors of rows and floats, of so many examples."""
         random = torch.Generator().manual_seed(seed)
@@ -184,11 +282,32 @@ class DenseHalf(nn.Module):
             rows: The layout tensors of the collections, collection after collection, layouts in sorted order.
             floats: Of shape (examples, width) each.
         """
+        size, predictions = self.predict(rows, floats)
+        found = []
+        for head, values in predictions.items():
+            if values.ndim != self._ndim or values.shape[0] != size:
+                raise ExportError(
+                    f"the model predicts {head!r} with shape {tuple(values.shape)}: a served head has one "
+                    "number per example"
+                )
+            found.append(values.to(torch.float32))
+        return found
+
+    def predict(
+        self, rows: Sequence[Tensor], floats: Sequence[Tensor], encoded: EncodedHistories | None = None
+    ) -> tuple[Any, Mapping[str, Tensor]]:
+        """Return the number of examples, and what the model predicts for them, by head.
+
+        Args:
+            rows, floats: As of `forward`.
+            encoded: The histories, if the model reads encoded ones.
+        """
         given = iter(rows)
         taken = [self.jagged.layouts(one.plan, given) for one in self._collections]
         size: Any = self._examples(taken)  # symbolic while tracing
         labels = {head: torch.full((size,), math.nan) for head in self._labels}
         ids: Any = _StandInIds(size)
+        ids.encoded = encoded
         for name in self.jagged.times:
             ids.times[name] = RaggedTensor(next(given), self._row_splits(name, taken), validate=False)
         if self.jagged.times:
@@ -201,21 +320,17 @@ class DenseHalf(nn.Module):
                 ids.numbers = numbers if ids.numbers is None else ids.numbers
             predictions = self._outputs(self.module, batch)
         self.heads = tuple(predictions)
-        found = []
-        for head, values in predictions.items():
-            if values.ndim != self._ndim or values.shape[0] != size:
-                raise ExportError(
-                    f"the model predicts {head!r} with shape {tuple(values.shape)}: a served head has one "
-                    "number per example"
-                )
-            found.append(values.to(torch.float32))
-        return found
+        return size, predictions
 
     def _examples(self, taken: Sequence[Taken]) -> Any:
         """Return the number of examples."""
-        for collection, (outputs, row_splits, _) in zip(self._collections, taken, strict=True):
+        for collection, (outputs, _, _) in zip(self._collections, taken, strict=True):
             for feature, output in zip(collection.plan.each, outputs, strict=True):
-                return output.shape[0] if feature < 0 else row_splits[feature].shape[0] - 1
+                if feature < 0:  # one history may stand for several examples
+                    return output.shape[0]
+        for _, row_splits, _ in taken:
+            for found in row_splits.values():
+                return found.shape[0] - 1
         raise ExportError("the model has no EmbeddingCollection, so there is nothing to look up")
 
     def _row_splits(self, times: str, taken: Sequence[Taken]) -> Tensor:
@@ -225,6 +340,102 @@ class DenseHalf(nn.Module):
                 if times.startswith(f"{collection.plan.features[feature].name}."):
                     return found
         raise ExportError(f"the model reads {times!r}, and no history that they are the times of. {INSTEAD}")
+
+
+class _EncodingHalf(DenseHalf):
+    """A model that encodes histories."""
+
+    def forward(self, rows: Sequence[Tensor], floats: Sequence[Tensor]) -> list[Tensor]:  # noqa: ARG002
+        """Return encoded histories.
+
+        Args:
+            rows: Those of the inputs of the whole that are of `ENCODED_KINDS`.
+            floats: None.
+        """
+        # The model looks up all rows at once: those of items are not used, and not part of the graph.
+        given = iter(rows)
+        kinds, shapes = self.jagged.kinds, self.shapes()
+        encoded = {place: next(given) for place, kind in enumerate(kinds) if kind in ENCODED_KINDS}
+        users = encoded[kinds.index("ends")].shape[0]
+        whole = [
+            encoded[place]
+            if place in encoded
+            else torch.zeros(users, *shapes[place], dtype=torch.int64 if kind == "asked" else torch.float32)
+            for place, kind in enumerate(kinds)
+        ]
+        numbers = [torch.zeros(users, width) for width in self.widths]
+        return [*self.predict(whole, numbers)[1].values()]
+
+
+class _FollowingHalf(DenseHalf):
+    """A model that predicts with encoded histories."""
+
+    def forward(self, rows: Sequence[Tensor], floats: Sequence[Tensor]) -> list[Tensor]:
+        """Return predictions.
+
+        Args:
+            rows: The inputs of the whole but the values of steps; then what `EncodedHistories` has.
+        """
+        *rows, encoded, items, places = rows
+        given = iter(rows)
+        whole = [
+            torch.zeros(encoded.shape[0], *shape) if kind == "values" else next(given)
+            for kind, shape in zip(self.jagged.kinds, self.shapes(), strict=True)
+        ]
+        _, found = self.predict(whole, floats, EncodedHistories(encoded, items, places))
+        for head, values in found.items():
+            if values.ndim != 1:
+                raise ExportError(f"the model predicts {head!r} with shape {tuple(values.shape)}")
+        return [values.to(torch.float32) for values in found.values()]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RankedExample:
+    """Random inputs of some users and their items."""
+
+    whole: list[Tensor]
+    """With a history for each item."""
+    steps: list[Tensor]
+    """What is encoded."""
+    rows: list[Tensor]
+    """What is not."""
+    order: tuple[Tensor, Tensor]
+    floats: list[Tensor]
+
+    @classmethod
+    def of(cls, half: DenseHalf, counts: Sequence[int]) -> _RankedExample:
+        """Make an example with so many items for each user."""
+        many = np.array(counts, np.int64)
+        users, _ = half.examples(len(counts), seed=sum(counts))
+        items, floats = half.examples(int(many.sum()), seed=1 + sum(counts))
+        kinds = half.jagged.kinds
+        user = torch.repeat_interleave(torch.from_numpy(many))
+        ends = users[kinds.index("ends")]
+        lengths = torch.diff(ends, prepend=ends.new_zeros(1))
+        places = [
+            place for one in user.tolist() for place in range(int(ends[one] - lengths[one]), int(ends[one]))
+        ]
+        repeated = torch.tensor(places, dtype=torch.int64)
+        whole = []
+        for kind, one, item in zip(kinds, users, items, strict=True):
+            match kind:
+                case "rows":
+                    whole.append(item)
+                case "values" | "times":
+                    whole.append(at_least(one[repeated]))
+                case "ends":
+                    whole.append(lengths[user].cumsum(0))
+                case "numbers":
+                    whole.append(one)
+                case "asked":
+                    whole.append(one[user])
+        rows = [
+            item if kind == "rows" else one
+            for kind, one, item in zip(kinds, users, items, strict=True)
+            if kind != "values"
+        ]
+        steps = [one for kind, one in zip(kinds, users, strict=True) if kind in ENCODED_KINDS]
+        return cls(whole, steps, rows, items_of(many), floats)
 
 
 class _OverWeights(nn.Module):
@@ -275,6 +486,8 @@ class _StandInIds:
         self.event_times: Tensor | None = None
         self.numbers: Tensor | None = None
         """How far histories are padded; see `monolith.serve.jagged`."""
+        self.encoded: EncodedHistories | None = None
+        """Histories that were encoded before."""
         self.times: dict[str, RaggedTensor] = {}
         """Features of times -> those of all steps: they are inputs of the graph."""
 

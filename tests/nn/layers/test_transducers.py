@@ -79,6 +79,67 @@ def test_every_weight_is_trained(encoder: nn.Module) -> None:
         assert weight.grad.abs().sum() > 0, name
 
 
+@pytest.mark.parametrize("lengths", [(3, 0, 17, 39, 1), (5,), (0,), (2, 0), (0, 0)])
+@pytest.mark.parametrize("candidates", [1, 4])
+@pytest.mark.parametrize("longest", [None, 40])
+def test_candidates_for_the_next_step_are_as_if_each_were_appended(
+    encoder: nn.Module, lengths: tuple[int, ...], candidates: int, longest: int | None
+) -> None:
+    if longest is not None and isinstance(encoder, GRUEncoder):
+        pytest.skip("a recurrent network is no graph")
+    if longest is not None and not sum(lengths):
+        pytest.skip("the inputs of a graph have a step at least")
+    encoder = encoder.double().eval()
+    numbers = None if longest is None else torch.arange(longest)
+    values, splits, times = made_up(lengths)
+    items = torch.randn(len(lengths), candidates, DIM, dtype=torch.float64)
+    asked = torch.randint(10**6, 10**7, (len(lengths), candidates))
+    timed = isinstance(encoder, HSTUEncoder) and encoder.time_buckets
+    encoded = encoder.encode(values.double(), splits, *((times,) if timed else ()), numbers=numbers)  # type: ignore[operator]
+    found = encoder.following(  # type: ignore[operator]
+        encoded, splits, items, *(((times, asked),) if timed else ()), numbers=numbers
+    )
+    assert found.shape == items.shape
+    for row, (begin, end) in enumerate(zip(splits[:-1].tolist(), splits[1:].tolist(), strict=True)):
+        for number in range(candidates):
+            appended = torch.cat([values[begin:end].double(), items[row, number, None]])
+            when = torch.cat([times[begin:end], asked[row, number, None]])
+            alone = encode(encoder, appended, torch.tensor([0, len(appended)]), when)
+            torch.testing.assert_close(found[row, number], alone[-1], rtol=1e-9, atol=1e-9)
+
+
+def test_one_time_may_hold_for_all_candidates_of_a_history() -> None:
+    encoder = HSTUEncoder(DIM, LONGEST, heads=2)
+    values, splits, times = made_up((3, 5))
+    items, asked = torch.randn(2, 4, DIM), torch.tensor([[10**6], [10**8]])
+    encoded = encoder.encode(values, splits, times)
+    one = encoder.following(encoded, splits, items, (times, asked))
+    each = encoder.following(encoded, splits, items, (times, asked.expand(2, 4)))
+    torch.testing.assert_close(one, each)
+
+
+def test_candidates_train_every_weight_and_the_steps_before_them(encoder: nn.Module) -> None:
+    values, splits, times = made_up((3, 5))
+    values.requires_grad_()
+    items = torch.randn(2, 4, DIM, requires_grad=True)
+    timed = isinstance(encoder, HSTUEncoder) and encoder.time_buckets
+    encoded = encoder.encode(values, splits, *((times,) if timed else ()))  # type: ignore[operator]
+    asked = ((times, torch.full((2, 4), 10**7)),) if timed else ()
+    states = encoder.following(encoded, splits, items, *asked)  # type: ignore[operator]
+    (states * torch.randn_like(states)).sum().backward()
+    for name, tensor in [*encoder.named_parameters(), ("steps", values), ("candidates", items)]:
+        assert tensor.grad is not None, name
+        assert tensor.grad.abs().sum() > 0, name
+
+
+def test_no_step_follows_a_history_of_the_greatest_length(encoder: nn.Module) -> None:
+    values, splits, times = made_up((2, 40))
+    timed = isinstance(encoder, HSTUEncoder) and encoder.time_buckets
+    encoded = encoder.encode(values, splits, *((times,) if timed else ()))  # type: ignore[operator]
+    with pytest.raises(LayerArgumentError, match="40 steps, and with the next one max_length, which is 40"):
+        encoder.following(encoded, splits, torch.randn(2, 1, DIM))  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("lengths", [(), (0, 0)])
 def test_there_may_be_no_step_at_all(encoder: nn.Module, lengths: tuple[int, ...]) -> None:
     assert encode(encoder, *made_up(lengths)).shape == (0, DIM)

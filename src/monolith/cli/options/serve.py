@@ -52,6 +52,7 @@ SERVE_FIELDS = {
     "drain": "serve.drain",
     "threads": "serve.threads",
     "predict_threads": "serve.predict_threads",
+    "history_cache_bytes": "serve.history_cache_bytes",
     "access_log": "serve.access_log",
     "trace_to": "serve.trace_to",
 }
@@ -192,6 +193,9 @@ class ServeOptions:
     """Run the code that export --compile put next to the graph: quicker for few rows, and equal to the
     trainer but for rounding. It is machine code from the exporting process; a version without it is not
     served."""
+    history_cache_bytes: int | None = None
+    """Memory for encoded histories of users, in bytes, per process: for models whose items are ranked by the
+    history of the user; by default 0, none (serve.history_cache_bytes)."""
     access_log: float | None = None
     """Fraction of answered requests that are logged, 0 to 1; of refused ones, ten per second are; by default
     0 (serve.access_log)."""

@@ -180,6 +180,11 @@ def time_bounds(buckets: int, device: torch.device) -> Tensor:
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
+def gap_buckets(gaps: Tensor, buckets: int) -> Tensor:
+    """Return the bucket of each gap, in seconds, by its logarithm: the same as by `time_bounds`."""
+    return (gaps.clamp(min=1).to(torch.float64).log() / BUCKET_WIDTH).long().clamp(max=buckets - 1)
+
+
 def _biases(bias: PairBias, group: LengthGroup, max_length: int, *, exported: bool) -> Iterator[Tensor]:
     """Yield what is added to scores, of shapes (sequences or 1, 1, length, length)."""
     if bias.by_distance is not None:
@@ -192,7 +197,7 @@ def _biases(bias: PairBias, group: LengthGroup, max_length: int, *, exported: bo
         last = len(bias.by_time) - 1
         gaps = bias.asked[group.places][:, :, None] - bias.times[group.places][:, None, :]
         if exported:  # a table of bounds would be one more input of the graph
-            buckets = (gaps.clamp(min=1).to(torch.float64).log() / BUCKET_WIDTH).long().clamp(max=last)
+            buckets = gap_buckets(gaps, last + 1)
         else:
             buckets = torch.bucketize(gaps, time_bounds(last + 1, gaps.device)[1:-1], right=True)
         yield bias.by_time[buckets][:, None]
@@ -238,14 +243,16 @@ def length_groups(row_splits: Tensor, heads: int = 1, most_cells: int = MOST_CEL
         begin = end
 
 
-def _all_in_one(row_splits: Tensor, numbers: Tensor) -> LengthGroup:
+def all_in_one(row_splits: Tensor, numbers: Tensor, steps: int) -> LengthGroup:
     """Return all sequences as one group, without looking at their lengths.
 
     Args:
         numbers: 0, 1 and so on: as many as the longest sequence has, or more.
+        steps: Of all sequences, at least 1: an empty one may begin behind the last.
     """
     real = numbers < row_splits.diff()[:, None]
-    return LengthGroup(row_splits[:-1, None] + torch.where(real, numbers, 0), real)
+    places = row_splits[:-1, None] + torch.where(real, numbers, 0)
+    return LengthGroup(places.clamp(max=steps - 1), real)
 
 
 def _by_group(
@@ -263,7 +270,7 @@ def _by_group(
     steps, heads = content.shape[:2]
     if numbers is not None:
         positions = positions_of(row_splits, steps).clamp(max=numbers.shape[0] - 1)
-        return compute(_all_in_one(row_splits, numbers))[sequence_of(row_splits, steps), positions]
+        return compute(all_in_one(row_splits, numbers, steps))[sequence_of(row_splits, steps), positions]
     results, places = [], []
     for group in length_groups(row_splits, heads):
         results.append(compute(group)[group.real])

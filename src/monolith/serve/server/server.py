@@ -26,8 +26,9 @@ from monolith.errors import ConfigError, RequestError
 from monolith.observe.metrics import Metrics
 from monolith.serve.config import ServeConfig, ServedFolder, VersionPolicy
 from monolith.serve.follower import ModelFollower
+from monolith.serve.histories import HistoryCache
 from monolith.serve.item_index import ItemIndex
-from monolith.serve.metrics import IndexMetrics, ServeMetrics
+from monolith.serve.metrics import HistoryMetrics, IndexMetrics, ServeMetrics
 from monolith.serve.predictor import Predictor
 from monolith.serve.server.batching import Quotas
 from monolith.serve.server.catalog import ServableCatalog
@@ -92,6 +93,9 @@ class InferenceServer:
         self._followers: dict[str, ModelFollower] = {}
         self._items = _items_of(config, folders)
         self._index_metrics = IndexMetrics(self._metrics)
+        self._histories: HistoryCache | None = None
+        if config.history_cache_bytes:
+            self._histories = HistoryCache(config.history_cache_bytes, HistoryMetrics(self._metrics))
         if follow is not None:
             for one in folders:
                 check_policy(one.policy, routed=_by_version(config, one.name))
@@ -169,6 +173,12 @@ class InferenceServer:
         if self._follow is not None:
             self._follow_with(self._follow, name, predictor)
         self._index(name, predictor)
+        if self._histories is not None and not predictor.keep_histories(self._histories, name):
+            _log.info(
+                "model %r has no history that is encoded once for many items: --history-cache-bytes has no "
+                "effect on it",
+                name,
+            )
 
     def _index(self, name: str, predictor: Predictor) -> None:
         """Index the items of a retrieval model. Without a file that it needs, it answers all but top-k."""
