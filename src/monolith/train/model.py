@@ -83,6 +83,9 @@ class Model:
                     initial_rows=tables.initial_rows,
                     embedding_dtype=tables.embedding_dtype,
                     embedding_rounding=tables.embedding_rounding,
+                    storage=tables.storage,
+                    memory_bytes=tables.memory_bytes,
+                    storage_dir=tables.storage_dir,
                 )
             collection.bind(make_store)
         if isinstance(make_store, _ScheduledStores) and make_store.made < len(self.collections):
