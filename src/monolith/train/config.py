@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
+from monolith import filesystem
 from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
 from monolith.table.config import (
@@ -344,6 +345,16 @@ class TrainConfig:
     def wants_fresh_rows(self) -> bool:
         """Whether rows are read after the updates of all earlier steps, if they are in this process."""
         return self.epochs is None if self.fresh_rows is None else self.fresh_rows
+
+    @property
+    def settled_tables(self) -> TablesConfig:
+        """`tables`, with the folder for files of tiered tables settled: below a local model_dir."""
+        tables, model_dir = self.tables, self.model_dir
+        if tables.storage == "memory" or tables.storage_dir is not None:
+            return tables
+        if not model_dir or filesystem.is_remote(model_dir):
+            return tables
+        return replace(tables, storage_dir=filesystem.join(model_dir, "cold"))
 
     @property
     def saves_in_background(self) -> bool:
