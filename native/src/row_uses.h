@@ -1,10 +1,11 @@
 // RowUses: how often rows of a table were used lately, by row number.
 //
-// A count goes up to 3 with each call that uses the row, and down by one whenever the search for idle rows
-// passes it (a clock with several chances). A new row starts at 0: rows of a scan over cold IDs leave again
-// before rows that are used again and again, whatever the length of the scan.
+// A count goes up by two, to 3 at most, with each call that uses the row, and down by one whenever the search
+// for idle rows passes it (a clock with several chances). A new row starts at 0: rows of a scan over cold IDs
+// leave again before rows that are used again and again, whatever the length of the scan.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstdint>
@@ -29,7 +30,7 @@ class RowUses {
     Use& use = at(row);
     if (use.call == now_) return;  // an ID of the batch that came again
     use.call = now_;
-    if (use.count < kMost) ++use.count;
+    use.count = static_cast<std::uint8_t>(std::min(use.count + 2, +kMost));
   }
   void start(std::uint32_t row) { at(row) = {0, now_}; }
   // Whether the row may go. One that was used has a chance less the next time.
@@ -46,7 +47,7 @@ class RowUses {
     std::uint8_t count;
     std::uint8_t call;
   };
-  static constexpr std::uint8_t kMost = 3;
+  static constexpr int kMost = 3;
 
   Use& at(std::uint32_t row) {
     const int arena = 31 - std::countl_zero(row);

@@ -144,7 +144,7 @@ class Table {
   // Counts a use of each row there is from now on, for idle_rows; `found` gets 1 or 0 for each ID. Rows that
   // the last such call found are not idle.
   void count_uses(std::span<const std::int64_t> ids, std::uint8_t* found);
-  // Copies up to `count` rows that were used least, as records; their heads say whether they changed. They
+  // Copies about `count` rows that were used least, as records; their heads say whether they changed. They
   // stay until move_out.
   std::vector<std::byte> idle_rows(std::size_t count);
   // Rows that leave for another tier, and rows that come from there: no change for subscribers or snapshots.
@@ -302,7 +302,7 @@ class Table {
   std::unique_ptr<TableChanges> changes_;
 
   std::unique_ptr<RowUses> uses_;  // of one caller at a time; null until rows are counted
-  std::uint64_t hand_ = 0;         // the hash at which the search for idle rows continues
+  double hand_ = 0;                // the share of each index that the search for idle rows is through with
 
   std::mutex batches_mutex_;                     // guards batches_
   std::vector<std::unique_ptr<Batch>> batches_;  // scratch of earlier calls, for the next ones

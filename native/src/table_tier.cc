@@ -82,32 +82,35 @@ std::vector<std::byte> Table::idle_rows(std::size_t wanted) {
   records.reserve(wanted * bytes);
   const Epochs::Visit visit(epochs_);
   const Body& body = *body_.load();
-  // Four passes bring every count to 0; a fifth finds none but those of the last call.
-  for (int wraps = 0; wraps < 5 && records.size() < wanted * bytes;) {
-    Partition& part = *body.route(hand_);
-    std::lock_guard lock(part.mutex);
-    if (!part.owns(hand_)) continue;
-    const Index index = part.index.load(std::memory_order_relaxed);
-    const std::uint64_t last = part.last.load(std::memory_order_relaxed);
-    bool enough = false;
-    // An index is in the order of its hashes, but for rows that found no place in their own line.
-    for (std::size_t i = 0; i < index.size(); ++i) {
-      const Slot& slot = index.slots()[i];
-      if (slot.row == 0 || slot.hash < hand_ || !uses_->idle(slot.row)) continue;
-      const RecordHead head{slot.hash, slot.time, change_of(slot.row)};
-      const std::byte* const row = body.rows.row(slot.row);
-      records.insert(records.end(), reinterpret_cast<const std::byte*>(&head),
-                     reinterpret_cast<const std::byte*>(&head + 1));
-      records.insert(records.end(), row, row + entry_.row_bytes());
-      uses_->start(slot.row);  // not twice
-      if (records.size() < wanted * bytes) continue;
-      enough = slot.hash < last;
-      if (enough) hand_ = slot.hash + 1;
-      break;
+  // All partitions lose rows alike: each keeps the memory of rows that left it for its own new ones. The hand is
+  // the same share of every index, whose rows are in one order whatever its size.
+  // Four rounds bring every count to 0; a fifth finds none but those of the last call.
+  for (double swept = 0; swept < 5 && records.size() < wanted * bytes;) {
+    const double missing = static_cast<double>(wanted - records.size() / bytes) / static_cast<double>(size());
+    const double until = std::min(1.0, hand_ + std::max(missing, 1e-4));
+    for (std::uint64_t cursor = 0;;) {
+      Partition& part = *body.route(cursor);
+      std::lock_guard lock(part.mutex);
+      if (!part.owns(cursor)) continue;
+      const Index index = part.index.load(std::memory_order_relaxed);
+      const auto slots = static_cast<double>(index.size());
+      const auto end = static_cast<std::size_t>(until * slots);
+      for (auto i = static_cast<std::size_t>(hand_ * slots); i < end; ++i) {
+        const Slot& slot = index.slots()[i];
+        if (slot.row == 0 || !uses_->idle(slot.row)) continue;
+        const RecordHead head{slot.hash, slot.time, change_of(slot.row)};
+        const std::byte* const row = body.rows.row(slot.row);
+        records.insert(records.end(), reinterpret_cast<const std::byte*>(&head),
+                       reinterpret_cast<const std::byte*>(&head + 1));
+        records.insert(records.end(), row, row + entry_.row_bytes());
+        uses_->start(slot.row);  // not twice
+      }
+      const std::uint64_t last = part.last.load(std::memory_order_relaxed);
+      if (last == std::numeric_limits<std::uint64_t>::max()) break;
+      cursor = last + 1;
     }
-    if (enough) break;
-    wraps += last == std::numeric_limits<std::uint64_t>::max();
-    hand_ = last + 1;
+    swept += until - hand_;
+    hand_ = until < 1 ? until : 0;
   }
   return records;
 }

@@ -202,7 +202,8 @@ std::size_t TieredTable::move_out(std::size_t count) {
   hot_->move_out(records);
   const std::uint64_t index = cold_.stats().bytes_index;
   if (index > index_bytes_ && index_bytes_ < spec_.memory_bytes) {
-    index_bytes_ = std::min<std::uint64_t>(2 * index_bytes_, spec_.memory_bytes);
+    // By large steps: with each of them the hot table starts anew.
+    index_bytes_ = std::min<std::uint64_t>(index_bytes_ + index_bytes_ / 5 * 2, spec_.memory_bytes);
     shrinks_ = hot_->stats().bytes_total > hot_rows_allowed() * row_cost_;
   }
   return records.size() / bytes;

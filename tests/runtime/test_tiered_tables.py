@@ -40,7 +40,9 @@ class Cold(Hook):
         self.folders |= {table.folder for table in tables if isinstance(table, TieredTable)}
 
 
-def trained(model_dir: Path, *, tables: TablesConfig, steps: int | None = None, **more: Any) -> tuple[Rows, Cold]:
+def trained(
+    model_dir: Path, *, tables: TablesConfig, steps: int | None = None, **more: Any
+) -> tuple[Rows, Cold]:
     rows, cold = Rows(), Cold()
     config = TrainConfig(
         model_dir=str(model_dir),
@@ -63,7 +65,9 @@ def test_a_run_with_cold_rows_ends_as_with_all_rows_in_memory(tmp_path: Path) ->
     assert tiered.found == memory.found  # to the bit
 
 
-@pytest.mark.parametrize("first, then", [(TablesConfig(), TIERED), (TIERED, TablesConfig()), (TIERED, TIERED)])
+@pytest.mark.parametrize(
+    "first, then", [(TablesConfig(), TIERED), (TIERED, TablesConfig()), (TIERED, TIERED)]
+)
 def test_a_checkpoint_restores_with_either_storage(
     first: TablesConfig, then: TablesConfig, tmp_path: Path
 ) -> None:

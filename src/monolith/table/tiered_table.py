@@ -39,7 +39,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import native
-from monolith.errors import ConfigError, CorruptFileError, FilesystemError, TableArgumentError, TableClosedError
+from monolith.errors import (
+    ConfigError,
+    CorruptFileError,
+    FilesystemError,
+    TableArgumentError,
+    TableClosedError,
+)
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
 from monolith.table.config import TableConfig
@@ -362,7 +368,11 @@ class TieredTable:
                 core.shrink()
                 break
         allowed = core.stats().bytes_index
-        if self._config.memory_bytes is not None and 2 * allowed > self._config.memory_bytes and not self._warned:
+        if (
+            self._config.memory_bytes is not None
+            and 2 * allowed > self._config.memory_bytes
+            and not self._warned
+        ):
             self._warned = True
             _log.warning(
                 "table %r: the index of its %s cold rows takes %s of %s bytes of memory; set memory_bytes to "
@@ -536,7 +546,9 @@ def _cold_rows(
     changed_only: bool = False,
 ) -> Scan:
     with _errors():
-        *columns, following = core.scan_cold(begin, min(end - 1, _LAST_HASH), limit, of_snapshot, changed_only)
+        *columns, following = core.scan_cold(
+            begin, min(end - 1, _LAST_HASH), limit, of_snapshot, changed_only
+        )
     return Scan(Rows(*(torch.from_numpy(column) for column in columns)), following)
 
 

@@ -27,7 +27,7 @@ from monolith.errors import TableArgumentError
 from monolith.table import arguments
 from monolith.table.config import TableConfig
 from monolith.table.cuda.memory import BEFORE, SIGN, DeviceMemory, RowArrays
-from monolith.table.hashing import mix, unmix
+from monolith.table.hashing import unmix
 from monolith.table.table import Rows, Scan, Table, TableSnapshot, joined_scan
 
 LAST_HASH = (1 << 64) - 1
