@@ -85,9 +85,9 @@ void translate(const std::exception_ptr& raised, void* type) {
 }  // namespace
 
 void bind_tiered_table(nb::module_& m) {
-  const nb::object damage = nb::steal(
-      PyErr_NewExceptionWithDoc("monolith.native._core.ColdDamageError",
-                                "A cold file makes no sense: (path, offset, reason).", PyExc_ValueError, nullptr));
+  const nb::object damage = nb::steal(PyErr_NewExceptionWithDoc(
+      "monolith.native._core.ColdDamageError", "A cold file makes no sense: (path, offset, reason).",
+      PyExc_ValueError, nullptr));
   m.attr("ColdDamageError") = damage;
   nb::register_exception_translator(translate, damage.ptr());
 
@@ -119,15 +119,15 @@ void bind_tiered_table(nb::module_& m) {
              const std::string& folder, const std::string& name, std::uint64_t memory_bytes,
              std::uint64_t most_hot_rows, std::uint64_t buffer_bytes, std::uint64_t recent_bytes) {
             ColdSpec cold{folder, name, hot->row_bytes(), buffer_bytes, recent_bytes};
-            new (self)
-                TieredTable(std::move(hot), {memory_bytes, most_hot_rows}, std::move(cold), std::move(reader));
+            new (self) TieredTable(std::move(hot), {memory_bytes, most_hot_rows}, std::move(cold),
+                                   std::move(reader));
           },
           nb::kw_only(), "hot"_a, "reader"_a, "folder"_a, "name"_a, "memory_bytes"_a, "most_hot_rows"_a,
           "buffer_bytes"_a, "recent_bytes"_a)
       .def_prop_ro("cold_rows", &TieredTable::cold_rows)
       .def_prop_ro("hot_rows_allowed", &TieredTable::hot_rows_allowed)
-      .def_prop_ro("bytes_beside", &TieredTable::bytes_beside,
-                   "Bytes of memory beside the rows and the index of the hot table.")
+      .def_prop_ro("cold_memory_bytes", &TieredTable::cold_memory_bytes,
+                   "Bytes of memory other than those of the hot table.")
       .def_prop_ro("evicted", &TieredTable::evicted, "Cold rows that expired.")
       .def_prop_ro("must_shrink", &TieredTable::must_shrink)
       .def_prop_ro("trouble", &TieredTable::trouble, "Why nothing can be written; empty if it can.")

@@ -27,8 +27,8 @@ void BlockReader::work(Job& job) {
     if (at >= job.reads.size()) return;
     Read& read = job.reads[at];
     for (std::size_t done = 0; done < read.bytes;) {
-      const ssize_t got = pread(read.descriptor, read.into + done, read.bytes - done,
-                                static_cast<off_t>(read.offset + done));
+      const ssize_t got =
+          pread(read.descriptor, read.into + done, read.bytes - done, static_cast<off_t>(read.offset + done));
       if (got > 0) {
         done += static_cast<std::size_t>(got);
       } else if (got == 0 || errno != EINTR) {

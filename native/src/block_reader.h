@@ -1,8 +1,8 @@
 // BlockReader: reads many blocks of files at once.
 //
-// A disk answers one read in 50 to 100 us and 32 to 128 of them in hardly more, so what counts is how many are
-// under way. Threads that call pread reach nine tenths of what io_uring does with the same depth (decision
-// 0087), and work where io_uring is forbidden, as in most containers.
+// A disk answers one read in 50 to 100 us and 32 to 128 of them in hardly more, so what counts is how many
+// are under way. Threads that call pread reach nine tenths of what io_uring does with the same depth
+// (decision 0087), and work where io_uring is forbidden, as in most containers.
 #pragma once
 
 #include <atomic>

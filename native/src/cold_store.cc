@@ -22,8 +22,8 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kBlockHead = 16;
-constexpr std::size_t kRoundBytes = std::size_t{8} << 20;  // read at once
-constexpr std::size_t kMostAtOnce = 128 << 10;             // one read of blocks that follow each other
+constexpr std::size_t kRoundBytes = std::size_t{8} << 20;   // read at once
+constexpr std::size_t kMostAtOnce = 128 << 10;              // one read of blocks that follow each other
 constexpr std::size_t kStreamBytes = std::size_t{1} << 20;  // one write, and one read of a whole file
 constexpr std::size_t kLocked = 4096;                       // IDs that are looked up under one lock
 constexpr std::size_t kAhead = 16;
@@ -175,7 +175,8 @@ std::shared_ptr<ColdStore::File> ColdStore::add_file() {
   file->number = file->sequence = next_number_++;
   if (free_slots_.empty()) {
     if (files_.size() >> (ColdIndex::kLocationBits - kRowBits) != 0)
-      throw std::runtime_error("cold store: too many files; give the table more memory_bytes, for larger ones");
+      throw std::runtime_error(
+          "cold store: too many files; give the table more memory_bytes, for larger ones");
     file->slot = static_cast<std::uint32_t>(files_.size());
     files_.push_back(file);
   } else {
@@ -268,9 +269,8 @@ bool ColdStore::wait_for_room(double seconds) {
 void ColdStore::flush() {
   std::unique_lock lock(mutex_);
   seal();
-  done_.wait(lock, [&] {
-    return stopping_ || (sealed_.empty() && !busy_ && (ripe_ == 0 || snapshot_open_));
-  });
+  done_.wait(lock,
+             [&] { return stopping_ || (sealed_.empty() && !busy_ && (ripe_ == 0 || snapshot_open_)); });
 }
 
 std::size_t ColdStore::forget(std::span<const std::uint64_t> hashes, const std::uint64_t* locations) {
@@ -311,8 +311,7 @@ void ColdStore::clear() {
 
 void ColdStore::open_snapshot() {
   std::lock_guard lock(mutex_);
-  if (snapshot_open_)
-    throw std::invalid_argument("table: a snapshot is open already; close it first");
+  if (snapshot_open_) throw std::invalid_argument("table: a snapshot is open already; close it first");
   seal();
   mark_ = next_number_;
   snapshot_open_ = true;
@@ -406,7 +405,8 @@ void ColdStore::fetch(std::vector<Wanted>& wanted, const Files& files, Each&& ea
         reads.push_back({file.descriptor, block * block_bytes_, block_bytes_,
                          blocks->data() + placed.size() * block_bytes_});
       const std::size_t first = at;
-      for (++at; at < wanted.size() && wanted[at].file == wanted[first].file && block_of(wanted[at]) == block;)
+      for (++at;
+           at < wanted.size() && wanted[at].file == wanted[first].file && block_of(wanted[at]) == block;)
         ++at;
       placed.push_back({first, at, block});
     }
@@ -458,7 +458,7 @@ void ColdStore::read(std::span<const std::uint64_t> hashes, std::byte* records, 
         } else if (!recall(key_of(*file, location), hashes[at], into)) {
           places.resize(files_.size());
           std::uint32_t& place = places[file->slot];
-          // A slot may have another file by now: this call lets go of its lock at times.
+          // A slot may have another file by now: this call releases its lock at times.
           if (place == 0 || files[place - 1] != file) {
             files.push_back(file);
             place = static_cast<std::uint32_t>(files.size());
@@ -527,8 +527,8 @@ ColdChunk ColdStore::scan(std::uint64_t cursor, std::uint64_t last, std::size_t 
       wanted.push_back({location, prefix << kUnknown, 0, places[file->slot] - 1});
       return true;
     };
-    for (std::size_t part = ColdIndex::partition_of(cursor);
-         part <= ColdIndex::partition_of(last) && !more; ++part) {
+    for (std::size_t part = ColdIndex::partition_of(cursor); part <= ColdIndex::partition_of(last) && !more;
+         ++part) {
       const std::uint64_t tag = part == ColdIndex::partition_of(cursor) ? ColdIndex::tag_of(cursor) : 0;
       auto& captured = captured_[part];
       if (!of_snap || captured.empty()) {
@@ -616,9 +616,7 @@ void ColdStore::heads(std::uint32_t time,
 void ColdStore::serve() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    work_.wait(lock, [&] {
-      return stopping_ || !sealed_.empty() || (ripe_ > 0 && !snapshot_open_);
-    });
+    work_.wait(lock, [&] { return stopping_ || !sealed_.empty() || (ripe_ > 0 && !snapshot_open_); });
     if (stopping_) return;
     busy_ = true;
     if (!sealed_.empty()) {
@@ -678,7 +676,7 @@ void ColdStore::write(const std::shared_ptr<File>& sealed) {
       file = attempt;
       break;
     }
-    attempt.reset();  // removes what was written of it
+    attempt.reset();  // removes its file
     if (!pause(lock, trouble)) return;
   }
   lock.unlock();

@@ -13,9 +13,9 @@
 //              table stores it
 //   directory  blocks of the first 16 bytes of each record, in the same order: what expiry reads
 //
-// A block is 4 KiB, or more for rows that are longer. It begins with its checksum (CRC-32C), then the stamp of
-// the file and its own number, which the checksum covers: a torn block, a flipped bit and a block of another
-// place are all refused.
+// A block is 4 KiB, or more for rows that are longer. It begins with its checksum (CRC-32C), then the stamp
+// of the file and its own number, which the checksum covers: a torn block, a flipped bit and a block of
+// another place are all refused.
 //
 // Files are opened with O_DIRECT where there is such a thing, so the kernel caches none of them: what memory
 // this needs is what `stats` says. Only the index knows which rows are alive, and it is in memory: the files
@@ -44,9 +44,9 @@
 namespace monolith {
 
 struct ColdSpec {
-  std::string folder;           // exists, and is of this store alone
-  std::string table;            // its name, for the head of files and for errors
-  std::size_t row_bytes = 0;    // of a row as the table stores it, a multiple of 16
+  std::string folder;            // exists, and is of this store alone
+  std::string table;             // its name, for the head of files and for errors
+  std::size_t row_bytes = 0;     // of a row as the table stores it, a multiple of 16
   std::size_t buffer_bytes = 0;  // how many bytes of records are written as one file
   std::size_t recent_bytes = 0;  // for rows that were read and may be wanted again at once
 };
@@ -54,15 +54,15 @@ struct ColdSpec {
 struct ColdStats {
   std::uint64_t rows = 0, files = 0;
   std::uint64_t bytes_index = 0, bytes_buffers = 0, bytes_recent = 0;  // memory
-  std::uint64_t bytes_files = 0, bytes_live = 0;                        // on disk
-  std::uint64_t rows_found = 0;  // by reads; of these
+  std::uint64_t bytes_files = 0, bytes_live = 0;                       // on disk
+  std::uint64_t rows_found = 0;                                        // by reads; of these
   std::uint64_t rows_recent = 0;  //   from memory: a buffer, or rows that were read lately
   std::uint64_t reads = 0, bytes_read = 0;
   std::uint64_t rows_written = 0, bytes_written = 0;
   std::uint64_t compactions = 0, rows_compacted = 0;
 };
 
-// A block of a cold file that is not what was written, or cannot be read.
+// A block of a cold file that was changed since, or cannot be read.
 class ColdDamage : public std::runtime_error {
  public:
   ColdDamage(std::string path, std::uint64_t offset, const std::string& reason)
@@ -123,10 +123,9 @@ class ColdStore {
   std::size_t alive(std::span<const std::uint64_t> hashes, const std::uint64_t* locations) const;
   // Up to `limit` rows with hashes from `cursor` to `last`; those of the snapshot, if wanted.
   ColdChunk scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool of_snapshot);
-  // Calls each(heads, location of the first) for all rows, dead ones included, of files with rows that are not
-  // newer than `time`.
-  void heads(std::uint32_t time,
-             const std::function<void(std::span<const RecordHead>, std::uint64_t)>& each);
+  // Calls each(heads, location of the first) for all rows, dead ones included, of files with rows that are
+  // not newer than `time`.
+  void heads(std::uint32_t time, const std::function<void(std::span<const RecordHead>, std::uint64_t)>& each);
   void clear();
 
   // Snapshots, one at a time: the rows of this moment stay readable until it is closed, at 8 bytes for each
@@ -195,12 +194,12 @@ class ColdStore {
   std::condition_variable work_, done_;
 
   bool snapshot_open_ = false;
-  std::uint64_t mark_ = 0;  // files with a smaller number are part of the snapshot
+  std::uint64_t mark_ = 0;                            // files with a smaller number are part of the snapshot
   std::vector<std::vector<std::uint64_t>> captured_;  // by partition: entries of it that are gone since
-  std::vector<std::shared_ptr<File>> kept_;  // released, but for the snapshot
+  std::vector<std::shared_ptr<File>> kept_;           // released, but for the snapshot
 
   struct Recent {
-    std::mutex mutex;  // guards what follows
+    std::mutex mutex;                 // guards what follows
     std::vector<std::uint64_t> keys;  // number of the file and of the row; 0 is free
     std::vector<std::byte> records;
     std::vector<std::uint8_t> next;  // by set: which to replace
@@ -209,7 +208,7 @@ class ColdStore {
   bool recall(std::uint64_t key, std::uint64_t hash, std::byte* record) const;
   void remember(std::uint64_t key, const std::byte* record);
 
-  std::mutex blocks_mutex_;  // guards blocks_
+  std::mutex blocks_mutex_;                      // guards blocks_
   std::vector<std::unique_ptr<Blocks>> blocks_;  // of earlier calls, for the next ones
 
   std::thread thread_;

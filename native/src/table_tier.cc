@@ -59,17 +59,17 @@ void Table::count_uses(std::span<const std::int64_t> ids, std::uint8_t* found) {
   group(ids, *batch);
   each_run(*batch, ids.size(), [&](std::size_t first, std::size_t last) {
     const std::size_t begin = batch->starts[first];
-    each_window(body, batch->items.data() + begin, batch->starts[last] - begin,
-                [&](Partition& part, const Item* items, std::size_t count, std::size_t run, std::size_t left) {
-                  Slot* slots[kWindow];
-                  std::byte* rows[kWindow];
-                  find_rows(body, part.index.load(std::memory_order_relaxed), items, count, run, left, slots,
-                            rows);
-                  for (std::size_t i = 0; i < count; ++i) {
-                    found[items[i].position] = slots[i] != nullptr;
-                    if (slots[i] != nullptr) uses_->note(slots[i]->row);
-                  }
-                });
+    each_window(
+        body, batch->items.data() + begin, batch->starts[last] - begin,
+        [&](Partition& part, const Item* items, std::size_t count, std::size_t run, std::size_t left) {
+          Slot* slots[kWindow];
+          std::byte* rows[kWindow];
+          find_rows(body, part.index.load(std::memory_order_relaxed), items, count, run, left, slots, rows);
+          for (std::size_t i = 0; i < count; ++i) {
+            found[items[i].position] = slots[i] != nullptr;
+            if (slots[i] != nullptr) uses_->note(slots[i]->row);
+          }
+        });
   });
   give_back(std::move(batch));
 }
@@ -82,9 +82,9 @@ std::vector<std::byte> Table::idle_rows(std::size_t wanted) {
   records.reserve(wanted * bytes);
   const Epochs::Visit visit(epochs_);
   const Body& body = *body_.load();
-  // All partitions lose rows alike: each keeps the memory of rows that left it for its own new ones. The hand is
-  // the same share of every index, whose rows are in one order whatever its size.
-  // Four rounds bring every count to 0; a fifth finds none but those of the last call.
+  // All partitions lose rows alike: each keeps the memory of rows that left it for its own new ones. The hand
+  // is the same share of every index, whose rows are in one order whatever its size. Four rounds bring every
+  // count to 0; a fifth finds none but those of the last call.
   for (double swept = 0; swept < 5 && records.size() < wanted * bytes;) {
     const double missing = static_cast<double>(wanted - records.size() / bytes) / static_cast<double>(size());
     const double until = std::min(1.0, hand_ + std::max(missing, 1e-4));
@@ -162,34 +162,35 @@ void Table::move_in(std::span<const std::byte> records) {
     group(ids, *batch);
     each_run(*batch, ids.size(), [&](std::size_t first, std::size_t last) {
       const std::size_t begin = batch->starts[first];
-      each_window(
-          body, batch->items.data() + begin, batch->starts[last] - begin,
-          [&](Partition& part, const Item* items, std::size_t count, std::size_t, std::size_t) {
-            for (std::size_t at = 0; at < count; at += kMovedTogether) {
-              const std::size_t end = std::min(count, at + kMovedTogether);
-              const Change change(part);
-              grow_for(body, part, static_cast<std::uint32_t>(end - at), 0);
-              for (std::size_t i = at; i < end; ++i) {
-                const std::byte* const record = records.data() + items[i].position * bytes;
-                if (part.index.load(std::memory_order_relaxed).find(items[i].hash) != nullptr) continue;
-                const RecordHead head = head_at(record);
-                Slot* const slot = insert(body, part, head.hash, head.time);
-                if (slot == nullptr) {
-                  full = true;
-                  continue;
-                }
-                --part.inserted;  // it is no new row
-                std::memcpy(body.rows.row(slot->row), record + sizeof(head), entry_.row_bytes());
-                uses_->start(slot->row);
-                if (changes_ == nullptr) continue;
-                // insert() noted a birth: say what is so. The number may be that of a row that changed.
-                if (head.epoch != kChanged) changes_->rows.reset(slot->row);
-                if (head.epoch == kChangedBeforeSnapshot && snapshot_ != nullptr &&
-                    snapshot_->changes_ != nullptr)
-                  snapshot_->changes_->rows.set(slot->row);
-              }
-            }
-          });
+      each_window(body, batch->items.data() + begin, batch->starts[last] - begin,
+                  [&](Partition& part, const Item* items, std::size_t count, std::size_t, std::size_t) {
+                    for (std::size_t at = 0; at < count; at += kMovedTogether) {
+                      const std::size_t end = std::min(count, at + kMovedTogether);
+                      const Change change(part);
+                      grow_for(body, part, static_cast<std::uint32_t>(end - at), 0);
+                      for (std::size_t i = at; i < end; ++i) {
+                        const std::byte* const record = records.data() + items[i].position * bytes;
+                        if (part.index.load(std::memory_order_relaxed).find(items[i].hash) != nullptr)
+                          continue;
+                        const RecordHead head = head_at(record);
+                        Slot* const slot = insert(body, part, head.hash, head.time);
+                        if (slot == nullptr) {
+                          full = true;
+                          continue;
+                        }
+                        --part.inserted;  // it is no new row
+                        std::memcpy(body.rows.row(slot->row), record + sizeof(head), entry_.row_bytes());
+                        uses_->start(slot->row);
+                        if (changes_ == nullptr) continue;
+                        // insert() noted a birth: say what is so. The number may be that of a row that
+                        // changed.
+                        if (head.epoch != kChanged) changes_->rows.reset(slot->row);
+                        if (head.epoch == kChangedBeforeSnapshot && snapshot_ != nullptr &&
+                            snapshot_->changes_ != nullptr)
+                          snapshot_->changes_->rows.set(slot->row);
+                      }
+                    }
+                  });
     });
     give_back(std::move(batch));
   }

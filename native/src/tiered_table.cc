@@ -40,14 +40,14 @@ TieredTable::TieredTable(std::shared_ptr<Table> hot, const TieredSpec& spec, Col
 
 std::uint64_t TieredTable::hot_rows_allowed() const {
   const std::uint64_t beside = fixed_bytes_ + index_bytes_;
-  // An index that takes nearly all of the memory leaves a sixteenth: training goes on, slowly.
-  const std::uint64_t left = std::max(spec_.memory_bytes - std::min(spec_.memory_bytes, beside),
-                                      spec_.memory_bytes / 16);
+  // An index that takes nearly all of the memory leaves a sixteenth: training continues, slowly.
+  const std::uint64_t left =
+      std::max(spec_.memory_bytes - std::min(spec_.memory_bytes, beside), spec_.memory_bytes / 16);
   const std::uint64_t rows = std::max<std::uint64_t>(left / row_cost_, 1);
   return spec_.most_hot_rows != 0 ? std::min(rows, spec_.most_hot_rows) : rows;
 }
 
-std::uint64_t TieredTable::bytes_beside() const {
+std::uint64_t TieredTable::cold_memory_bytes() const {
   const ColdStats stats = cold_.stats();
   return stats.bytes_index + stats.bytes_buffers + stats.bytes_recent + 2 * hot_->size();
 }
@@ -258,8 +258,8 @@ void TieredTable::bring() {
 
 template <class Each>
 void TieredTable::each_expired(std::int64_t now, const Each& each) {
-  const std::int64_t newest = std::min<std::int64_t>(hot_->newest_expired(now),
-                                                     std::numeric_limits<std::uint32_t>::max());
+  const std::int64_t newest =
+      std::min<std::int64_t>(hot_->newest_expired(now), std::numeric_limits<std::uint32_t>::max());
   if (newest < 0) return;
   std::vector<std::uint64_t> hashes, locations;
   const ColdStore::Still still(cold_);
@@ -300,8 +300,7 @@ std::size_t TieredTable::evict(std::int64_t now) {
 // ---- whole tables, and what changed --------------------------------------------------------------
 
 void TieredTable::clear(std::size_t rows) {
-  if (snapshot_open_)
-    throw std::invalid_argument("clear: a snapshot of this table is open; close it first");
+  if (snapshot_open_) throw std::invalid_argument("clear: a snapshot of this table is open; close it first");
   // Subscribers have to be told of cold rows by ID, as of hot ones.
   if (hot_->touches()) {
     std::vector<std::uint64_t> gone;

@@ -27,7 +27,7 @@
 namespace monolith {
 
 struct TieredSpec {
-  std::uint64_t memory_bytes = 0;  // for hot rows, the index of cold ones, and buffers
+  std::uint64_t memory_bytes = 0;   // for hot rows, the index of cold ones, and buffers
   std::uint64_t most_hot_rows = 0;  // fewer than memory_bytes allows; 0 for as many as that
 };
 
@@ -65,7 +65,8 @@ class TieredTable {
   std::size_t cold_rows() const { return cold_.size(); }
 
   void track_changes(bool on);
-  // The cold half of a snapshot; that of the hot table is opened and closed with it, while nothing is written.
+  // The cold half of a snapshot; that of the hot table is opened and closed with it, while nothing is
+  // written.
   std::size_t open_snapshot();
   void close_snapshot(bool saved);
 
@@ -80,7 +81,7 @@ class TieredTable {
   std::uint64_t evicted() const { return evicted_.load(std::memory_order_relaxed); }
   ColdStats stats() const { return cold_.stats(); }
   // Memory of everything but the hot table's rows and index.
-  std::uint64_t bytes_beside() const;
+  std::uint64_t cold_memory_bytes() const;
 
  private:
   struct Found;
@@ -97,7 +98,7 @@ class TieredTable {
   const TieredSpec spec_;
   const std::size_t row_cost_;  // bytes of a hot row with all that belongs to it
   ColdStore cold_;
-  const std::uint64_t fixed_bytes_;  // buffers, and rows that were read lately
+  const std::uint64_t fixed_bytes_;         // buffers, and rows that were read lately
   std::atomic<std::uint64_t> index_bytes_;  // the part of the memory that is set aside for the cold index
   std::atomic<bool> shrinks_{false};
   std::atomic<std::uint64_t> moved_in_{0};  // calls that moved rows in

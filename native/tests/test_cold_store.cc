@@ -158,7 +158,8 @@ void rows_come_and_go_as_in_a_map() {
       for (std::size_t i = 0; i < batch.size(); ++i) {
         const auto known = truth.find(batch[i]);
         there += known != truth.end();
-        right &= known == truth.end() ? answer.locations[i] == 0 : is(answer, i, record(batch[i], known->second));
+        right &=
+            known == truth.end() ? answer.locations[i] == 0 : is(answer, i, record(batch[i], known->second));
       }
       CHECK(right);
       CHECK_EQUAL(store.forget(answer.hashes, answer.locations.data()), there);

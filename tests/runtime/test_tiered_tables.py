@@ -1,4 +1,4 @@
-"""Runs whose tables keep cold rows in files: they train, save, restore and evaluate as with all rows in memory."""
+"""Runs whose tables keep cold rows in files: they train, save and restore as with all rows in memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def test_what_a_killed_run_left_is_removed_and_its_checkpoint_resumes(tmp_path: 
                 if result.step == 10:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        config = TrainConfig(model_dir=sys.argv[1], deterministic=True, tables=TIERED, save=SaveConfig(steps=4))
+        save = SaveConfig(steps=4)
+        config = TrainConfig(model_dir=sys.argv[1], deterministic=True, tables=TIERED, save=save)
         Trainer(TASK, config, hooks=(Kill(),)).train()
     """)
     run, tests = tmp_path / "run", Path(__file__).parent.parent

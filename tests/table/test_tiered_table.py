@@ -1,9 +1,8 @@
-"""A table whose hot rows are in memory and all others in files. What every table does is in tests/contracts."""
+"""A table with its hot rows in memory and all others in files. What every table does: tests/contracts."""
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
 import subprocess
@@ -119,7 +118,7 @@ def test_it_says_when_the_index_takes_most_of_the_memory(
     with caplog.at_level(logging.INFO):
         for step in range(60):
             table.assign(torch.arange(step * 5000, (step + 1) * 5000), torch.ones(5000, 16))
-    assert "gets more of memory_bytes (4,194,304), hot rows get less" in caplog.text
+    assert "their index gets more of memory_bytes (4,194,304), hot rows get less" in caplog.text
     assert re.search(r"takes [\d,]+ of 4,194,304 bytes of memory; set memory_bytes to at least", caplog.text)
     assert len(table) == 300_000
     table.close()
@@ -259,7 +258,7 @@ def test_a_disk_that_takes_no_rows_pauses_writers_and_loses_none(
 ) -> None:
     train(table, torch.arange(5000))
     away = table.folder.with_name("away")
-    os.rename(table.folder, away)  # as good as a full disk: no file can be made
+    table.folder.rename(away)  # as good as a full disk: no file can be made
     held = table.folder
     writer = threading.Thread(target=train, args=(table, torch.arange(5000, 25_000)), kwargs={"step": 2})
     with caplog.at_level(logging.WARNING):
@@ -268,7 +267,7 @@ def test_a_disk_that_takes_no_rows_pauses_writers_and_loses_none(
             writer.join(0.05)
         assert writer.is_alive()
         table.lookup(torch.arange(100))  # readers do not wait
-        os.rename(away, held)
+        away.rename(held)
         writer.join(60)
     assert not writer.is_alive()
     assert "resumes: its cold rows are written again" in caplog.text
@@ -294,7 +293,11 @@ def test_files_of_a_killed_process_are_removed_and_those_of_a_living_one_stay(
         import os, signal, sys, torch
         from monolith.table import Segment, TableConfig, TieredTable
         config = TableConfig(
-            name="item", segments=(Segment(dim=16),), storage="tiered", memory_bytes=4 << 20, storage_dir=sys.argv[1]
+            name="item",
+            segments=(Segment(dim=16),),
+            storage="tiered",
+            memory_bytes=4 << 20,
+            storage_dir=sys.argv[1],
         )
         table = TieredTable(config, most_hot_rows=10)
         table.assign(torch.arange(5000), torch.ones(5000, 16))
@@ -305,7 +308,7 @@ def test_files_of_a_killed_process_are_removed_and_those_of_a_living_one_stay(
     assert done.returncode == -signal.SIGKILL
     assert len(list((tmp_path / "cold").iterdir())) == 2
     other = TieredTable(config)
-    assert {path for path in (tmp_path / "cold").iterdir()} == {living.folder, other.folder}
+    assert set((tmp_path / "cold").iterdir()) == {living.folder, other.folder}
     assert living.folder.stat().st_mode & 0o777 == 0o700
     for table in (living, other):
         table.close()

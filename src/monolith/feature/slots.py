@@ -42,7 +42,7 @@ from monolith.table.config import (
     EmbeddingDtype,
     EmbeddingRounding,
     Initializer,
-    TableStorage,
+    TableTiers,
     check_embedding_storage,
 )
 from monolith.table.optimizers import Optimizer
@@ -274,9 +274,7 @@ def collect_tables(
     initial_rows: int = 0,
     embedding_dtype: EmbeddingDtype = "float32",
     embedding_rounding: EmbeddingRounding = "stochastic",
-    storage: TableStorage = "memory",
-    memory_bytes: int | None = None,
-    storage_dir: str | None = None,
+    tiers: TableTiers | None = None,
 ) -> SlotTables:
     """Settle which tables the slots need and what their rows are.
 
@@ -287,7 +285,7 @@ def collect_tables(
             those with a table by name nor those with a ceiling of their own.
         initial_rows: The initial capacity of the table of each slot, in rows, if the slot has none.
         embedding_dtype, embedding_rounding: How tables store embeddings, if the slot does not say.
-        storage, memory_bytes, storage_dir: Where the rows of each table are; see `TableConfig`.
+        tiers: Where the rows of each table are; in memory by default.
 
     Raises:
         DuplicateNameError: Two slots have one name.
@@ -314,9 +312,7 @@ def collect_tables(
     for name, group in sorted(groups.items()):
         config, thresholds[name] = _table(name, group, seed, stored)
         rows = sum(slot.config.initial_rows or initial_rows for slot in group)
-        config = replace(
-            config, initial_rows=rows, storage=storage, memory_bytes=memory_bytes, storage_dir=storage_dir
-        )
+        config = replace(config, initial_rows=rows, **(tiers or TableTiers())._asdict())
         if name in merged:
             known = merged[name]
             config = replace(config, merged=known.merged, extra_restore_names=known.extra_restore_names)

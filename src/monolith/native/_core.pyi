@@ -730,8 +730,8 @@ class TieredTable:
     def hot_rows_allowed(self) -> int: ...
 
     @property
-    def bytes_beside(self) -> int:
-        """Bytes of memory beside the rows and the index of the hot table."""
+    def cold_memory_bytes(self) -> int:
+        """Bytes of memory other than those of the hot table."""
 
     @property
     def evicted(self) -> int:

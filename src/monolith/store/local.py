@@ -121,8 +121,8 @@ class LocalStore:
             )
             if config.storage == "tiered" and device is not None:
                 raise ConfigError(
-                    f"table {name!r}: storage='tiered' is for tables in host memory, and its rows are to be on "
-                    f"{device}. Set embedding_device to host, or storage to memory"
+                    f"table {name!r}: storage='tiered' is for tables in host memory, and its rows are to be "
+                    f"on {device}. Set embedding_device to host, or storage to memory"
                 )
             if device is not None:
                 tables[name] = _on_device(config, admission, device, shares.get(name), team)

@@ -17,7 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -311,6 +311,14 @@ TableStorage: TypeAlias = Literal["memory", "tiered"]
 _LEAST_MEMORY_BYTES = 4 << 20  # of a tiered table: below that buffers and an empty index are most of it
 
 
+class TableTiers(NamedTuple):
+    """Where the rows of tables are, as the fields of these names of `TableConfig` say."""
+
+    storage: TableStorage = "memory"
+    memory_bytes: int | None = None
+    storage_dir: str | None = None
+
+
 def check_table_storage(owner: str, storage: str, memory_bytes: int | None, storage_dir: str | None) -> None:
     """Refuse an unknown `storage`, and settings that do not go with it."""
     if storage not in ("memory", "tiered"):
@@ -371,8 +379,8 @@ class TableConfig:
     """Where rows are: all in memory, or the hot ones in `memory_bytes` of memory and all others in files; see
     `TieredTable`."""
     memory_bytes: int | None = None
-    """Of a tiered table: bytes of memory for hot rows, for the index of cold ones (9 to 10 bytes for each), and for
-    buffers."""
+    """Of a tiered table: bytes of memory for hot rows, for the index of cold ones (9 to 10 bytes for each),
+    and for buffers."""
     storage_dir: str | None = None
     """Of a tiered table: the folder of its files, on a local disk; by default one in the system's folder of
     temporary files. Each table makes a folder of its own in it."""

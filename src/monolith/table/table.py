@@ -149,7 +149,7 @@ class TableStats:
     cold_bytes_written: int = 0
     """Bytes written to files, compaction included."""
     compactions: int = 0
-    """Files that were removed because most of their rows were dead, once the others had moved."""
+    """Files that were removed because most of their rows were dead, once the live ones had moved."""
 
 
 class TableSnapshot(Protocol):

@@ -3,17 +3,17 @@
     config = TableConfig(name="item", segments=segments, storage="tiered", memory_bytes=4 << 30)
     table = TieredTable(config)
 
-A row is hot or cold, never both. A batch that is written has its cold rows moved in first, with their state and
-times; the rows that were used least move out for them, many at a time. Looking up moves nothing: a cold row is
-read and kept for a while, since training is likely to write it next.
+A row is hot or cold, never both. A batch that is written has its cold rows moved in first, with their state
+and times; the rows that were used least move out for them, many at a time. Looking up moves nothing: a cold
+row is read and kept for a while, since training is likely to write it next.
 
     written by a batch --> hot ---- used least, and memory_bytes is spent ----> cold
                             ^                                                     |
                             +------------- in a batch that is written ------------+
 
-What stays in memory for a cold row is 9 to 10 bytes of an index. Its files are in a folder of this process and are
-worth nothing without that index: a checkpoint reads the rows, and a restore writes them again. The files of
-a process that was killed are removed by the next table in the same `storage_dir`.
+What stays in memory for a cold row is 9 to 10 bytes of an index. Its files are in a folder of this process
+and are worth nothing without that index: a checkpoint reads the rows, and a restore writes them again. The
+files of a process that was killed are removed by the next table in the same `storage_dir`.
 
 The core of it is in `native/src/tiered_table.h` and `cold_store.h`.
 """
@@ -59,17 +59,16 @@ _LEAST_BUFFER_BYTES = 64 << 10
 _RECENT = 16  # one in so many is for cold rows that were read lately
 _SAY_AGAIN = 30.0  # seconds between two log lines about a disk that takes no rows
 _LAST_HASH = (1 << 64) - 1
-_NO_IDS = np.zeros(0, np.int64)
 
 _log = logging.getLogger(__name__)
 
 
 class TieredTable:
-    """A `Table` in memory and in files. Thread-safe: writers follow one another, lookups wait for none of them.
+    """A `Table` in memory and in files. Thread-safe: writers take turns, and lookups do not wait for them.
 
     Shapes: n ids of a call, dim floats of an embedding, state_dim floats of optimizer state.
 
-    While the disk takes no rows (it is full, for example), writers wait and a warning says why; no row is lost.
+    While the disk takes no rows (it is full, for example), writers wait, and a warning says why.
 
     Args:
         config: With `storage="tiered"`; `memory_bytes` is for hot rows, the index of cold ones, and buffers.
@@ -291,13 +290,13 @@ class TieredTable:
         self._hot.set_scales(scales)
 
     def stats(self) -> TableStats:
-        """Return the sizes of both tiers together; `bytes_*` are of memory, and the fields `cold_*` of files."""
+        """Return the sizes of both tiers; `bytes_*` are of memory, and the fields `cold_*` of files."""
         with self._open() as core:
             hot, cold = self._hot.stats(), core.stats()
             return replace(
                 hot,
                 rows=hot.rows + cold.rows,
-                bytes_total=hot.bytes_total + core.bytes_beside,
+                bytes_total=hot.bytes_total + core.cold_memory_bytes,
                 bytes_index=hot.bytes_index + cold.bytes_index,
                 evicted=hot.evicted + core.evicted,
                 cold_rows=cold.rows,
@@ -310,8 +309,7 @@ class TieredTable:
             )
 
     def flush(self) -> None:
-        """Wait until all rows that moved out are in files, and files that are mostly dead are gone: for tests and
-        measurements."""
+        """Wait until rows that moved out are in files, and files that are mostly dead are gone: for tests."""
         with self._open() as core:
             core.flush()
 
@@ -345,7 +343,7 @@ class TieredTable:
                 core.bring()
             yield
             # A batch may have more rows than are to be hot: they leave with the next one, and no later.
-            core.count_missing(_NO_IDS)
+            core.count_missing(np.zeros(0, np.int64))
             self._make_room(core, 0)
 
     def _make_room(self, core: native.TieredTable, rows: int) -> None:
@@ -357,7 +355,7 @@ class TieredTable:
     def _shrink(self, core: native.TieredTable) -> None:
         """Give the hot table less memory, because the index of cold rows needs it: it starts anew."""
         _log.info(
-            "table %r: %s cold rows; the index of cold rows gets more of memory_bytes (%s), hot rows get less",
+            "table %r: %s cold rows; their index gets more of memory_bytes (%s), hot rows get less",
             self._config.name,
             f"{core.cold_rows:,}",
             f"{self._config.memory_bytes:,}",
@@ -394,8 +392,8 @@ class TieredTable:
             if trouble and (said is None or now - said >= _SAY_AGAIN):
                 said = now
                 _log.warning(
-                    "table %r is paused: its cold rows cannot be written (%s). No row is lost; it resumes when the "
-                    "disk takes them. Make room on %s",
+                    "table %r is paused: its cold rows cannot be written (%s). No row is lost; it "
+                    "resumes when the disk takes them. Make room on %s",
                     self._config.name,
                     trouble,
                     self._folder.path.parent,
@@ -471,7 +469,7 @@ class TieredTableSnapshot:
 
 
 class _OwnFolder:
-    """The folder of one table's files, locked while the table is open. Folders without an owner are removed."""
+    """The folder of one table's files, locked while the table is open; removes those without an owner."""
 
     def __init__(self, config: TableConfig) -> None:
         stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in config.name)[:64]
@@ -488,7 +486,7 @@ class _OwnFolder:
             raise FilesystemError(
                 cause.errno,
                 f"table {config.name!r}: cannot keep cold rows in {cause.filename or config.storage_dir}: "
-                f"{cause.strerror}; set storage_dir to a folder on a local disk that this process may write to",
+                f"{cause.strerror}; set storage_dir to a folder on a local disk that can be written",
             ) from cause
         if self._lock is None:
             raise FilesystemError(f"table {config.name!r}: {self.path} was taken by another process")

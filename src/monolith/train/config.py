@@ -150,13 +150,14 @@ class TablesConfig:
     """How steps are rounded to bfloat16: "stochastic" by a repeatable chance, so that the mean of many small
     steps is right, or "nearest", which loses steps of less than 1/512 of a value."""
     storage: TableStorage = "memory"
-    """Where rows are: "memory" keeps all of them there; "tiered" keeps the hot ones in memory_bytes of memory and all
-    others in files, for tables that are larger than memory."""
+    """Where rows are: "memory" keeps all of them there; "tiered" keeps the hot ones in memory_bytes of memory
+    and all others in files, for tables that are larger than memory."""
     memory_bytes: int | None = None
     """Bytes of memory of each tiered table, for hot rows, 9 to 10 bytes for each cold row, and buffers."""
     storage_dir: str | None = None
-    """The folder for the files of tiered tables, on a local disk; by default "cold" in a local model_dir, else the
-    system's folder of temporary files. They are no checkpoint: the process removes them at its end."""
+    """The folder for the files of tiered tables, on a local disk; by default "cold" in a local model_dir,
+    else the system's folder of temporary files. They are no checkpoint: the process removes them at its
+    end."""
 
     def __post_init__(self) -> None:
         if self.initial_rows < 0:
