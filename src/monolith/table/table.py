@@ -1,8 +1,8 @@
 """The table seam: int64 ids to rows that are created, trained and expire.
 
 A row is an embedding, the optimizer state that trains it and the newest event time it was trained with: older
-data does not make it older. Every implementation (a plain dict, the native core, a GPU, a GPU that spills to
-host memory) answers the same calls and passes `tests/contracts/test_table.py` and `test_table_snapshot.py`.
+data does not make it older. Every implementation (a plain dict, the native core, the core with cold rows in
+files, a GPU, a GPU that spills to host memory) answers the same calls and passes `tests/contracts/test_table.py` and `test_table_snapshot.py`.
 
 Ids are any int64. Calls are batched and thread-safe; each row changes as a whole, a batch does not.
 
