@@ -2,7 +2,8 @@
 
 A row is an embedding, the optimizer state that trains it and the newest event time it was trained with: older
 data does not make it older. Every implementation (a plain dict, the native core, the core with cold rows in
-files, a GPU, a GPU that spills to host memory) answers the same calls and passes `tests/contracts/test_table.py` and `test_table_snapshot.py`.
+files, a GPU, a GPU that spills to host memory) answers the same calls and passes
+`tests/contracts/test_table.py` and `test_table_snapshot.py`.
 
 Ids are any int64. Calls are batched and thread-safe; each row changes as a whole, a batch does not.
 
