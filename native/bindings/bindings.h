@@ -15,6 +15,7 @@ void bind_workers(nanobind::module_& m);
 void bind_raw_rows(nanobind::module_& m);
 void bind_table(nanobind::module_& m);
 void bind_table_group(nanobind::module_& m);
+void bind_tiered_table(nanobind::module_& m);
 void bind_frozen(nanobind::module_& m);
 void bind_layouts(nanobind::module_& m);
 void bind_routes(nanobind::module_& m);

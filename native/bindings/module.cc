@@ -13,6 +13,7 @@ NB_MODULE(_core, m) {
   monolith::bind_raw_rows(m);
   monolith::bind_table(m);
   monolith::bind_table_group(m);
+  monolith::bind_tiered_table(m);
   monolith::bind_frozen(m);
   monolith::bind_routes(m);
   monolith::bind_ranking(m);

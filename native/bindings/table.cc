@@ -13,6 +13,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "chunks.h"
 #include "digest.h"
 #include "hash.h"
 #include "table_snapshot.h"
@@ -133,14 +134,6 @@ void row_digests(const Ids& ids, const Floats& values, const Out<std::uint64_t>&
     digests.data()[i] = row_digest(ids.data()[i], {values.data() + i * width, width});
 }
 
-template <class T>
-nb::ndarray<nb::numpy, T> column(std::unique_ptr<T[]> data, std::initializer_list<std::size_t> shape) {
-  T* memory = data.get();
-  nb::capsule owner(memory, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-  data.release();
-  return nb::ndarray<nb::numpy, T>(memory, shape, owner);
-}
-
 template <class Scanned, class... Options>
 nb::tuple scan(const Scanned& scanned, std::uint64_t cursor, std::uint64_t last, std::size_t limit,
                Options... options) {
@@ -149,13 +142,8 @@ nb::tuple scan(const Scanned& scanned, std::uint64_t cursor, std::uint64_t last,
     GilReleased unlocked;
     chunk = scanned.scan(cursor, last, limit, options...);
   }
-  const std::size_t rows = chunk.rows;
-  const auto dim = static_cast<std::size_t>(scanned.dim());
-  const auto state_dim = static_cast<std::size_t>(scanned.state_dim());
-  nb::object next = chunk.done ? nb::none() : nb::cast(chunk.cursor);
-  return nb::make_tuple(column(std::move(chunk.ids), {rows}), column(std::move(chunk.times), {rows}),
-                        column(std::move(chunk.values), {rows, dim}),
-                        column(std::move(chunk.state), {rows, state_dim}), next);
+  return columns_of(std::move(chunk), static_cast<std::size_t>(scanned.dim()),
+                    static_cast<std::size_t>(scanned.state_dim()));
 }
 
 nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>> removed(const TableSnapshot& snapshot) {

@@ -40,6 +40,13 @@ class RowBits {
            (__atomic_load_n(&words[word_of(row, arena)], __ATOMIC_RELAXED) >> (row % 64) & 1) != 0;
   }
 
+  void reset(std::uint32_t row) {
+    const int arena = 31 - std::countl_zero(row);
+    std::uint64_t* words = words_[arena].load(std::memory_order_acquire);
+    if (words != nullptr)
+      __atomic_fetch_and(&words[word_of(row, arena)], ~(std::uint64_t{1} << (row % 64)), __ATOMIC_RELAXED);
+  }
+
   // Sets every bit that is set in `other`, which no thread changes meanwhile.
   void add(const RowBits& other) {
     for (int arena = kFirst; arena < 32; ++arena) {

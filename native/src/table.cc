@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "prefetch.h"
+#include "row_uses.h"
 #include "table_body.h"
 #include "table_snapshot.h"
 

@@ -25,6 +25,7 @@
 #include "epochs.h"
 #include "memory.h"
 #include "partition.h"
+#include "row_record.h"
 #include "touched_key_set.h"
 #include "workers.h"
 
@@ -73,6 +74,7 @@ struct Chunk {
   std::uint64_t cursor = 0;  // the hash to continue from, unless done
 };
 
+class RowUses;
 class TableSnapshot;
 struct TableChanges;
 
@@ -130,11 +132,31 @@ class Table {
   // be attached.
   void touch(std::shared_ptr<TouchedKeySet> set);
   void untouch(const TouchedKeySet& set);
+  bool touches() const { return !touched_.empty(); }
 
   // For each of some buckets of ids, ascending, the sum of what row_digest says of its rows that are `number`
   // modulo `total`. Takes no lock for long: a row that changes meanwhile counts as before or as after.
   void digests(std::span<const std::int64_t> buckets, std::uint64_t number, std::uint64_t total,
                std::uint64_t* sums) const;
+
+  // ---- for a table of which this has the hot rows (table_tier.cc); one caller at a time ----
+
+  // Counts a use of each row there is from now on, for idle_rows; `found` gets 1 or 0 for each ID. Rows that
+  // the last such call found are not idle.
+  void count_uses(std::span<const std::int64_t> ids, std::uint8_t* found);
+  // Copies about `count` rows that were used least, as records; their heads say whether they changed. They
+  // stay until move_out.
+  std::vector<std::byte> idle_rows(std::size_t count);
+  // Rows that leave for another tier, and rows that come from there: no change for subscribers or snapshots.
+  void move_out(std::span<const std::byte> records);
+  void move_in(std::span<const std::byte> records);
+  // Gives back the memory of a table whose rows have all moved out; false while a snapshot is open.
+  bool release_memory();
+  // Tells subscribers and snapshots that rows are gone that were in another tier.
+  void note_removals_elsewhere(const std::vector<std::uint64_t>& hashes);
+  bool expired(std::uint64_t hash, std::uint32_t time, std::int64_t now) const;
+  // Rows that are newer than this at `now` are not expired.
+  std::int64_t newest_expired(std::int64_t now) const;
 
   // Calls that write wait while the table is frozen. Nests.
   void freeze();
@@ -194,6 +216,9 @@ class Table {
   template <class Put>
   void without_zeros(std::span<const std::int64_t> ids, const float* values, Put&& put);
   bool all_usable(const float* gradients, std::size_t count) const;
+  template <class Work>
+  void each_window(Body& body, const Item* items, std::size_t count, const Work& work);
+  RowChange change_of(std::uint32_t row) const;
   void take_items(Body& body, const Item* items, std::size_t count, std::int64_t* times, float* values,
                   float* state);
   void group(std::span<const std::int64_t> ids, Batch& batch) const;
@@ -212,7 +237,6 @@ class Table {
   bool resize(Body& body, Partition& part, std::size_t rows);
   void split(Body& body, Partition& part);
   std::size_t expire_oldest(Body& body, Partition& part, std::size_t wanted, std::uint32_t time);
-  bool expired(std::uint64_t hash, std::uint32_t time, std::int64_t now) const;
 
   bool watched() const { return snapshot_ != nullptr || changes_ != nullptr; }
   void note_change(const Body& body, Partition& part, const Slot& slot);
@@ -276,6 +300,9 @@ class Table {
   std::vector<std::shared_ptr<TouchedKeySet>> touched_;
   TableSnapshot* snapshot_ = nullptr;
   std::unique_ptr<TableChanges> changes_;
+
+  std::unique_ptr<RowUses> uses_;  // of one caller at a time; null until rows are counted
+  double hand_ = 0;                // the share of each index that the search for idle rows is through with
 
   std::mutex batches_mutex_;                     // guards batches_
   std::vector<std::unique_ptr<Batch>> batches_;  // scratch of earlier calls, for the next ones

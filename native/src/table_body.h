@@ -179,4 +179,18 @@ void Table::spread(std::size_t count, std::size_t grain, Each&& each) const {
   spread_out(workers_.get(), count, grain, each);
 }
 
+template <class Run>
+void Table::each_run(const Batch& batch, std::size_t count, Run&& run) const {
+  const std::size_t groups = batch.starts.size() - 1;
+  const std::size_t threads = workers_ != nullptr ? workers_->at_hand() : 1;
+  const std::size_t target = std::clamp<std::size_t>(count / (threads * 8), 512, 16384);
+  std::vector<std::size_t> cuts{0};
+  for (std::size_t g = 1; g < groups; ++g)
+    if (batch.starts[g] - batch.starts[cuts.back()] >= target) cuts.push_back(g);
+  cuts.push_back(groups);
+  spread(cuts.size() - 1, 1, [&](std::size_t first, std::size_t last) {
+    for (std::size_t task = first; task < last; ++task) run(cuts[task], cuts[task + 1]);
+  });
+}
+
 }  // namespace monolith

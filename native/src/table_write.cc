@@ -287,20 +287,6 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
   tell_touched(touched);
 }
 
-template <class Run>
-void Table::each_run(const Batch& batch, std::size_t count, Run&& run) const {
-  const std::size_t groups = batch.starts.size() - 1;
-  const std::size_t threads = workers_ != nullptr ? workers_->at_hand() : 1;
-  const std::size_t target = std::clamp<std::size_t>(count / (threads * 8), 512, 16384);
-  std::vector<std::size_t> cuts{0};
-  for (std::size_t g = 1; g < groups; ++g)
-    if (batch.starts[g] - batch.starts[cuts.back()] >= target) cuts.push_back(g);
-  cuts.push_back(groups);
-  spread(cuts.size() - 1, 1, [&](std::size_t first, std::size_t last) {
-    for (std::size_t task = first; task < last; ++task) run(cuts[task], cuts[task + 1]);
-  });
-}
-
 template <class Work>
 void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent absent, bool dedup,
                   const Work& work) {

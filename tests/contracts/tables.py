@@ -16,7 +16,7 @@ from services.spilling_tables import (
 )
 from torch import Tensor
 
-from monolith.table import CudaTable, DictTable, NativeTable, TableConfig
+from monolith.table import CudaTable, DictTable, NativeTable, TableConfig, TieredTable
 
 
 class EmulatedCudaTable(CudaTable):
@@ -24,6 +24,16 @@ class EmulatedCudaTable(CudaTable):
 
     def __init__(self, config: TableConfig, **others: Any) -> None:
         super().__init__(config, **{"device": EmulatedDevice(), **others})
+
+
+class SmallTieredTable(TieredTable):
+    """A `TieredTable` with room for twelve hot rows, so that most rows of small tests are cold."""
+
+    def __init__(self, config: TableConfig, **others: Any) -> None:
+        if config.capacity_bytes is not None:
+            pytest.skip("a tiered table has no capacity_bytes: tests/table/test_tiered_table.py")
+        config = replace(config, storage="tiered", memory_bytes=4 << 20)
+        super().__init__(config, **{"most_hot_rows": 12, **others})
 
 
 def in_bfloat16(cls: Any) -> Any:
@@ -42,7 +52,7 @@ def bfloat16_table_classes() -> list[Any]:
     emulated device they are a soak. Tests marked float32_rows are not run with them."""
     return [
         pytest.param(in_bfloat16(cls), marks=pytest.mark.soak) if is_emulated(cls) else in_bfloat16(cls)
-        for cls in [*table_classes(), *spilling_table_classes()]
+        for cls in [*table_classes(), *tiered_table_classes(), *spilling_table_classes()]
     ]
 
 
@@ -64,6 +74,11 @@ def cuda_table_classes() -> list[Any]:
 def spilling_table_classes() -> list[Any]:
     """Return tables with room for twelve rows on the same devices, which keep the others in host memory."""
     return [{"gpu": SpillingCudaTable, "emulated": SpillingEmulatedTable}[name] for name in device_names()]
+
+
+def tiered_table_classes() -> list[Any]:
+    """Return tables that keep most rows in files."""
+    return [SmallTieredTable]
 
 
 def roomy_table_classes() -> list[Any]:

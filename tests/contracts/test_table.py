@@ -12,7 +12,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from contracts.tables import bfloat16_table_classes, ids, rows, spilling_table_classes, table_classes
+from contracts.tables import (
+    bfloat16_table_classes,
+    ids,
+    rows,
+    spilling_table_classes,
+    table_classes,
+    tiered_table_classes,
+)
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -58,7 +65,12 @@ DAY = 86400
 
 
 @pytest.fixture(
-    params=[*table_classes(), *spilling_table_classes(), *bfloat16_table_classes()],
+    params=[
+        *table_classes(),
+        *tiered_table_classes(),
+        *spilling_table_classes(),
+        *bfloat16_table_classes(),
+    ],
     ids=lambda cls: cls.__name__,
 )
 def table_class(request: pytest.FixtureRequest) -> Any:

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.tables import bfloat16_table_classes, ids, roomy_table_classes, rows, table_classes
+from contracts.tables import (
+    bfloat16_table_classes,
+    ids,
+    roomy_table_classes,
+    rows,
+    table_classes,
+    tiered_table_classes,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
@@ -37,7 +44,13 @@ Content = dict[int, tuple[int, list[float], list[float]]]
 
 
 @pytest.fixture(
-    params=[*table_classes(), *roomy_table_classes(), *bfloat16_table_classes()], ids=lambda cls: cls.__name__
+    params=[
+        *table_classes(),
+        *tiered_table_classes(),
+        *roomy_table_classes(),
+        *bfloat16_table_classes(),
+    ],
+    ids=lambda cls: cls.__name__,
 )
 def make(request: pytest.FixtureRequest) -> Any:
     return lambda config=CONFIG: request.param(config)
@@ -202,7 +215,7 @@ def test_base_and_changes_make_the_table_whatever_happened(data: st.DataObject) 
             max_size=25,
         )
     )
-    for cls in table_classes():
+    for cls in [*table_classes(), *tiered_table_classes()]:
         table = cls(CONFIG)
         table.track_changes()
         copy: Content = {}

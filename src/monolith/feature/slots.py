@@ -38,7 +38,13 @@ from monolith.table import (
     merge,
 )
 from monolith.table.compressors import Compressor
-from monolith.table.config import EmbeddingDtype, EmbeddingRounding, Initializer, check_embedding_storage
+from monolith.table.config import (
+    EmbeddingDtype,
+    EmbeddingRounding,
+    Initializer,
+    TableTiers,
+    check_embedding_storage,
+)
 from monolith.table.optimizers import Optimizer
 
 _FOREVER = timedelta(days=36500)
@@ -268,6 +274,7 @@ def collect_tables(
     initial_rows: int = 0,
     embedding_dtype: EmbeddingDtype = "float32",
     embedding_rounding: EmbeddingRounding = "stochastic",
+    tiers: TableTiers | None = None,
 ) -> SlotTables:
     """Settle which tables the slots need and what their rows are.
 
@@ -278,13 +285,14 @@ def collect_tables(
             those with a table by name nor those with a ceiling of their own.
         initial_rows: The initial capacity of the table of each slot, in rows, if the slot has none.
         embedding_dtype, embedding_rounding: How tables store embeddings, if the slot does not say.
+        tiers: Where the rows of each table are; in memory by default.
 
     Raises:
         DuplicateNameError: Two slots have one name.
         EmptySlotError: A slot has no slice, so its rows would be empty.
         ConfigError: Slots that share a table have different rows, or limits of their own without a slot_id.
     """
-    storage = _Storage(embedding_dtype, embedding_rounding)
+    stored = _Storage(embedding_dtype, embedding_rounding)
     groups: dict[str, list[FeatureSlot]] = {}
     seen: dict[str, FeatureSlot] = {}
     for slot in slots:
@@ -295,16 +303,16 @@ def collect_tables(
         group = groups.setdefault(slot.config.table or slot.name, [])
         if slot not in group:
             group.append(slot)
-    merged = _merged(groups, seed, storage) if merge_equal else {}
+    merged = _merged(groups, seed, stored) if merge_equal else {}
     for name, config in merged.items():
         groups[name] = [slot for table, _ in config.merged for slot in groups.pop(table)]
     configs: dict[str, TableConfig] = {}
     thresholds: dict[str, SlotThresholds] = {}
     table_of: dict[str, str] = {}
     for name, group in sorted(groups.items()):
-        config, thresholds[name] = _table(name, group, seed, storage)
+        config, thresholds[name] = _table(name, group, seed, stored)
         rows = sum(slot.config.initial_rows or initial_rows for slot in group)
-        config = replace(config, initial_rows=rows)
+        config = replace(config, initial_rows=rows, **(tiers or TableTiers())._asdict())
         if name in merged:
             known = merged[name]
             config = replace(config, merged=known.merged, extra_restore_names=known.extra_restore_names)

@@ -47,7 +47,7 @@ from monolith.feature import (
 from monolith.feature.cuda import DeviceBatch, DeviceGatherer
 from monolith.feature.cuda.host_rows import HostRowBatch, HostRowGatherer
 from monolith.store import LocalStore, MakeStore, Store, TableIds
-from monolith.table.config import EmbeddingDtype, EmbeddingRounding
+from monolith.table.config import EmbeddingDtype, EmbeddingRounding, TableTiers
 from monolith.tensors import RaggedTensor
 
 _log = logging.getLogger(__name__)
@@ -195,6 +195,7 @@ class EmbeddingCollection(nn.Module):
         initial_rows: int = 0,
         embedding_dtype: EmbeddingDtype = "float32",
         embedding_rounding: EmbeddingRounding = "stochastic",
+        tiers: TableTiers | None = None,
     ) -> None:
         """Say how slots become tables; see `collect_tables`. Called before `bind`.
 
@@ -213,6 +214,7 @@ class EmbeddingCollection(nn.Module):
             initial_rows=initial_rows,
             embedding_dtype=embedding_dtype,
             embedding_rounding=embedding_rounding,
+            tiers=tiers,
         )
         self._features = _features(self._columns, self.slot_tables)
         dims = {name: config.dim for name, config in self.slot_tables.configs.items()}

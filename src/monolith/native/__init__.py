@@ -5,6 +5,9 @@ What the classes do is said by the rooms that wrap them, `monolith.table` above 
 
 from monolith.native._core import (
     Admission,
+    BlockReader,
+    ColdDamageError,
+    ColdStats,
     ColumnBlock,
     ColumnType,
     CompressorKind,
@@ -56,6 +59,7 @@ from monolith.native._core import (
     TableGroup,
     TableSnapshot,
     TableStats,
+    TieredTable,
     TouchedKeySet,
     ValueStorage,
     WireRequest,
@@ -96,6 +100,9 @@ from monolith.native._core import (
 
 __all__ = [
     "Admission",
+    "BlockReader",
+    "ColdDamageError",
+    "ColdStats",
     "ColumnBlock",
     "ColumnType",
     "CompressorKind",
@@ -147,6 +154,7 @@ __all__ = [
     "TableGroup",
     "TableSnapshot",
     "TableStats",
+    "TieredTable",
     "TouchedKeySet",
     "ValueStorage",
     "WireRequest",

@@ -661,6 +661,137 @@ class TableGroup:
     def apply_gradients(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_shards: int, gradients: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], rates: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], dedup: bool, latest: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
         """Step every table once, with its ids of all shards in shard order."""
 
+class ColdDamageError(ValueError):
+    """A cold file makes no sense: (path, offset, reason)."""
+
+class BlockReader:
+    """Threads that read blocks of files; tables may share them."""
+
+    def __init__(self, threads: int = 32) -> None: ...
+
+    @property
+    def threads(self) -> int: ...
+
+class ColdStats:
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def files(self) -> int: ...
+
+    @property
+    def bytes_index(self) -> int: ...
+
+    @property
+    def bytes_buffers(self) -> int: ...
+
+    @property
+    def bytes_recent(self) -> int: ...
+
+    @property
+    def bytes_files(self) -> int: ...
+
+    @property
+    def bytes_live(self) -> int: ...
+
+    @property
+    def rows_found(self) -> int: ...
+
+    @property
+    def rows_recent(self) -> int: ...
+
+    @property
+    def reads(self) -> int: ...
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    @property
+    def rows_written(self) -> int: ...
+
+    @property
+    def bytes_written(self) -> int: ...
+
+    @property
+    def compactions(self) -> int: ...
+
+    @property
+    def rows_compacted(self) -> int: ...
+
+class TieredTable:
+    """A table with its hot rows in memory and all others in files."""
+
+    def __init__(self, *, hot: Table, reader: BlockReader, folder: str, name: str, memory_bytes: int, most_hot_rows: int, buffer_bytes: int, recent_bytes: int) -> None: ...
+
+    @property
+    def cold_rows(self) -> int: ...
+
+    @property
+    def hot_rows_allowed(self) -> int: ...
+
+    @property
+    def cold_memory_bytes(self) -> int:
+        """Bytes of memory other than those of the hot table."""
+
+    @property
+    def evicted(self) -> int:
+        """Cold rows that expired."""
+
+    @property
+    def must_shrink(self) -> bool: ...
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be written; empty if it can."""
+
+    def lookup(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None: ...
+
+    def lookup_rows(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], found: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')], times: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], state: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None: ...
+
+    def contains(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], found: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None: ...
+
+    def count_missing(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+        """
+        Note a batch that is to be written; returns how many distinct ids have no hot row.
+        """
+
+    def spill(self, incoming: int) -> int:
+        """
+        Move some hot rows out if so many more do not fit; returns how many are still too many.
+        """
+
+    def bring(self) -> None:
+        """Move the cold rows of the batch in."""
+
+    def spill_all(self) -> int:
+        """Move some of all rows out; returns how many are left."""
+
+    def shrink(self) -> None: ...
+
+    def wait_for_room(self, seconds: float) -> bool: ...
+
+    def flush(self) -> None:
+        """Wait until everything is written and compacted."""
+
+    def count_expired(self, now: int) -> int: ...
+
+    def evict(self, now: int) -> int: ...
+
+    def clear(self, rows: int = 0) -> None: ...
+
+    def digests(self, buckets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], number: int, total: int, sums: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu')]) -> None: ...
+
+    def scan_cold(self, cursor: int, last: int, limit: int, of_snapshot: bool, changed_only: bool) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], int | None]: ...
+
+    def track_changes(self, on: bool) -> None: ...
+
+    def open_snapshot(self) -> int:
+        """Returns how many cold rows there are."""
+
+    def close_snapshot(self, saved: bool) -> None: ...
+
+    def stats(self) -> ColdStats: ...
+
 class FrozenDamageError(ValueError):
     """A file makes no sense: (path, offset, reason)."""
 
@@ -784,88 +915,6 @@ class FrozenWriter:
     def finish(self) -> NDArray[numpy.uint8]:
         """All that follows the rows."""
 
-class Pooling(enum.Enum):
-    """How the rows of one cell become one."""
-
-    SUM = 0
-
-    MEAN = 1
-
-    MAX = 2
-
-    FIRST_N = 3
-
-    EACH = 4
-
-class LayoutBatch:
-    """One batch, planned. Never changes."""
-
-    @property
-    def ids(self) -> NDArray[numpy.int64]:
-        """Distinct ids, table after table."""
-
-    @property
-    def sizes(self) -> NDArray[numpy.int64]:
-        """How many distinct ids each table has."""
-
-    @property
-    def counts(self) -> NDArray[numpy.int64]:
-        """How often each distinct id was met."""
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def floats(self) -> int:
-        """Of the distinct ids' rows, one after another."""
-
-    @property
-    def one_each(self) -> bool:
-        """Whether every cell that is read has exactly one id."""
-
-class Layouts:
-    """From looked-up rows to a model's inputs, and back. Thread-safe."""
-
-    def __init__(self, table_dims: Sequence[int], features: Sequence[tuple[int, Pooling, int]], uses: Sequence[tuple[int, int, int, int, int, int, bool]], output_floats: Sequence[int], workers: Workers | None) -> None:
-        """
-        features: (table, pooling, length); uses: (feature, start, width, output, offset, stride, adds).
-        """
-
-    def plan(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int, weights: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> LayoutBatch:
-        """Find the distinct ids of each table."""
-
-    def gather(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
-        """Fill the outputs from one row per distinct id."""
-
-    @overload
-    def read_rows(self, group: FrozenGroup, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int, outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
-        """
-        Find the distinct ids of a batch and their rows in a group, and fill the outputs with them.
-        """
-
-    @overload
-    def read_rows(self, group: OverlaidGroup, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int, outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None: ...
-
-    @overload
-    def read_packed(self, group: FrozenGroup, packed: PackedRows, where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
-        """The same for the features of requests that a plan has packed."""
-
-    @overload
-    def read_packed(self, group: OverlaidGroup, packed: PackedRows, where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None: ...
-
-    def scatter(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, gradients: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None], scale: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
-        """Fill `out` with the gradient of each distinct id's row."""
-
-    def number(self, batch: LayoutBatch, out: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')]) -> None:
-        """
-        Fill `out`, table after table, with the number of each id that is read among the distinct ones.
-        """
-
-    def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32]]:
-        """
-        (from, to, scale): the moves that gathering by these uses makes, for another device to make.
-        """
-
 class Routes:
     """The ids of one call, spread over servers. Never changes."""
 
@@ -905,7 +954,7 @@ class Routes:
 
 def ranking_metrics(scores: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], relevance: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], ks: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu')]) -> None:
     """
-    Write recall, NDCG and hit rate at each k, and the reciprocal rank, of each query to a row of `out`.
+    Write recall, NDCG, hit rate and reciprocal rank at each k, and the reciprocal rank among all, of each query to a row of `out`.
     """
 
 def hash_strings(text: bytes, splits: NDArray[numpy.int64], slot: int | None, version: int) -> NDArray[numpy.int64]:
@@ -1031,7 +1080,9 @@ class PackedRanking:
 
     @property
     def own(self) -> bytes:
-        """By input of the plan: 1 if it has a row per item, 0 if it has one per user."""
+        """
+        By input of the plan: 1 if it has a row per item, 0 if it has one per user.
+        """
 
     @property
     def shared(self) -> PackedRows:
@@ -1081,6 +1132,88 @@ def read_http_request(body: bytes, head: int) -> WireRequest | None:
     """
     The body of a request, whose first `head` bytes are JSON; None as above.
     """
+
+class Pooling(enum.Enum):
+    """How the rows of one cell become one."""
+
+    SUM = 0
+
+    MEAN = 1
+
+    MAX = 2
+
+    FIRST_N = 3
+
+    EACH = 4
+
+class LayoutBatch:
+    """One batch, planned. Never changes."""
+
+    @property
+    def ids(self) -> NDArray[numpy.int64]:
+        """Distinct ids, table after table."""
+
+    @property
+    def sizes(self) -> NDArray[numpy.int64]:
+        """How many distinct ids each table has."""
+
+    @property
+    def counts(self) -> NDArray[numpy.int64]:
+        """How often each distinct id was met."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def floats(self) -> int:
+        """Of the distinct ids' rows, one after another."""
+
+    @property
+    def one_each(self) -> bool:
+        """Whether every cell that is read has exactly one id."""
+
+class Layouts:
+    """From looked-up rows to a model's inputs, and back. Thread-safe."""
+
+    def __init__(self, table_dims: Sequence[int], features: Sequence[tuple[int, Pooling, int]], uses: Sequence[tuple[int, int, int, int, int, int, bool]], output_floats: Sequence[int], workers: Workers | None) -> None:
+        """
+        features: (table, pooling, length); uses: (feature, start, width, output, offset, stride, adds).
+        """
+
+    def plan(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int, weights: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> LayoutBatch:
+        """Find the distinct ids of each table."""
+
+    def gather(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
+        """Fill the outputs from one row per distinct id."""
+
+    @overload
+    def read_rows(self, group: FrozenGroup, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int, outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
+        """
+        Find the distinct ids of a batch and their rows in a group, and fill the outputs with them.
+        """
+
+    @overload
+    def read_rows(self, group: OverlaidGroup, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int, outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None: ...
+
+    @overload
+    def read_packed(self, group: FrozenGroup, packed: PackedRows, where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
+        """The same for the features of requests that a plan has packed."""
+
+    @overload
+    def read_packed(self, group: OverlaidGroup, packed: PackedRows, where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None: ...
+
+    def scatter(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, gradients: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None], scale: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """Fill `out` with the gradient of each distinct id's row."""
+
+    def number(self, batch: LayoutBatch, out: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """
+        Fill `out`, table after table, with the number of each id that is read among the distinct ones.
+        """
+
+    def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32]]:
+        """
+        (from, to, scale): the moves that gathering by these uses makes, for another device to make.
+        """
 
 class SplitStream:
     """The whole records that a buffer begins with."""

@@ -840,7 +840,9 @@ class ServedShard:
 
     def _make(self, share: tuple[int, int]) -> _ShardInRun:
         config = self._config
-        model = Model(self._task, Mode.TRAIN, seed=config.seed, rates=config.schedule, tables=config.tables)
+        model = Model(
+            self._task, Mode.TRAIN, seed=config.seed, rates=config.schedule, tables=config.settled_tables
+        )
         part = model.tables_part(
             incremental=self._config.keep.full_every > 1,
             background=self._config.saves_in_background,

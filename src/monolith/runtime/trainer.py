@@ -460,7 +460,7 @@ class Trainer:
                 Mode.PREDICT,
                 seed=config.seed,
                 accelerator=accelerator_of("cpu"),
-                tables=config.tables,
+                tables=config.settled_tables,
             )
 
         def restore(prefix: str) -> None:
@@ -539,7 +539,7 @@ class Trainer:
                 make_store=store_maker(config, self._accelerator, coordinator.placement),
                 accelerator=self._accelerator,
                 rates=config.schedule,
-                tables=config.tables,
+                tables=config.settled_tables,
                 precision=config.precision,
             )
             made.callback(model.close)
@@ -618,7 +618,7 @@ class Trainer:
                 seed=config.seed,
                 make_store=make_store,
                 accelerator=self._accelerator,
-                tables=config.tables,
+                tables=config.settled_tables,
             )
         with contextlib.closing(model):
             parts = [*model.features_parts(), *model.parts()]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from monolith import native
 from monolith.cuda import Device, device_of
-from monolith.errors import AcceleratorError, FeatureError
+from monolith.errors import AcceleratorError, ConfigError, FeatureError
 from monolith.observe import MemoryWatch
 from monolith.observe.progress import describe_bytes
 from monolith.store.dense import check_optimizer_covers
@@ -27,6 +27,7 @@ from monolith.table import (
     Table,
     TableConfig,
     TableStats,
+    TieredTable,
     device_budgets,
     make_filter,
 )
@@ -98,7 +99,7 @@ class LocalStore:
 
         Raises:
             AcceleratorError: There is no such device.
-            ConfigError: The bytes are too few for the smallest tables.
+            ConfigError: The bytes are too few for the smallest tables, or a table on a device is tiered.
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
         shares = {} if device is None or device_bytes is None else device_budgets(configs, device_bytes)
@@ -107,6 +108,7 @@ class LocalStore:
                 compile_tables_ahead(configs.values(), device_of(device), fused=True)
         tables: dict[str, Table] = {}
         filters: dict[str, AdmissionFilter] = {}
+        reader = native.BlockReader()  # starts no thread before a tiered table reads
         for name, config in configs.items():
             threshold = (thresholds or {}).get(name, SlotThresholds())
             counting = threshold.counting
@@ -117,8 +119,15 @@ class LocalStore:
                 split_num=counting.split_num,
                 equal=counting.equal,
             )
+            if config.storage == "tiered" and device is not None:
+                raise ConfigError(
+                    f"table {name!r}: storage='tiered' is for tables in host memory, and its rows are to be "
+                    f"on {device}. Set embedding_device to host, or storage to memory"
+                )
             if device is not None:
                 tables[name] = _on_device(config, admission, device, shares.get(name), team)
+            elif make_table is NativeTable and config.storage == "tiered":
+                tables[name] = TieredTable(config, admission=admission, workers=team, reader=reader)
             elif make_table is NativeTable:
                 tables[name] = NativeTable(config, admission=admission, workers=team)
             else:

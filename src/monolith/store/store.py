@@ -58,6 +58,13 @@ def add_stats(found: Sequence[TableStats]) -> TableStats:
         removed=sum(one.removed for one in found),
         max_event_time=max(one.max_event_time for one in found),
         non_finite=sum(one.non_finite for one in found),
+        cold_rows=sum(one.cold_rows for one in found),
+        cold_bytes=sum(one.cold_bytes for one in found),
+        cold_found=sum(one.cold_found for one in found),
+        cold_found_in_memory=sum(one.cold_found_in_memory for one in found),
+        cold_bytes_read=sum(one.cold_bytes_read for one in found),
+        cold_bytes_written=sum(one.cold_bytes_written for one in found),
+        compactions=sum(one.compactions for one in found),
     )
 
 

@@ -97,6 +97,7 @@ from monolith.table.overlaid_tables import OverlaidTables, RowOverlay
 from monolith.table.shard_files import ShardInfo, inspect
 from monolith.table.sharded_files import sharded_names, tfrecord, validate_sharded
 from monolith.table.table import Rows, Scan, Table, TableSnapshot, TableStats, iterate
+from monolith.table.tiered_table import TieredTable
 from monolith.table.touched_keys import (
     TOUCHED_KEY_SET_CAPACITY,
     TOUCHED_KEY_SET_CONCURRENCY_LEVEL,
@@ -176,6 +177,7 @@ __all__ = [
     "TableConfig",
     "TableSnapshot",
     "TableStats",
+    "TieredTable",
     "TouchedKeySet",
     "Zeros",
     "bucket_of",

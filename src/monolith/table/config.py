@@ -17,7 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -306,6 +306,32 @@ class Segment:
         )
 
 
+TableStorage: TypeAlias = Literal["memory", "tiered"]
+
+_LEAST_MEMORY_BYTES = 4 << 20  # of a tiered table: below that buffers and an empty index are most of it
+
+
+class TableTiers(NamedTuple):
+    """Where the rows of tables are, as the fields of these names of `TableConfig` say."""
+
+    storage: TableStorage = "memory"
+    memory_bytes: int | None = None
+    storage_dir: str | None = None
+
+
+def check_table_storage(owner: str, storage: str, memory_bytes: int | None, storage_dir: str | None) -> None:
+    """Refuse an unknown `storage`, and settings that do not go with it."""
+    if storage not in ("memory", "tiered"):
+        raise ConfigError(f"{owner}: storage must be 'memory' or 'tiered', got {storage!r}")
+    if storage == "tiered" and (memory_bytes is None or memory_bytes < _LEAST_MEMORY_BYTES):
+        raise ConfigError(
+            f"{owner}: storage='tiered' needs memory_bytes, the memory of each table, of at least "
+            f"{_LEAST_MEMORY_BYTES:,}; got {memory_bytes}"
+        )
+    if storage == "memory" and (memory_bytes is not None or storage_dir is not None):
+        raise ConfigError(f"{owner}: memory_bytes and storage_dir are for storage='tiered'")
+
+
 EmbeddingDtype: TypeAlias = Literal["float32", "bfloat16"]
 EmbeddingRounding: TypeAlias = Literal["nearest", "stochastic"]
 
@@ -349,6 +375,15 @@ class TableConfig:
     """How a step's result is rounded to bfloat16: to the nearest, which loses changes of less than 1/512 of a
     value, or up or down by a chance that makes the mean of many small steps right. The chance is a hash of
     seed, ID, step, column and value, so a run is repeatable. Assigned values go to the nearest."""
+    storage: TableStorage = "memory"
+    """Where rows are: all in memory, or the hot ones in `memory_bytes` of memory and all others in files; see
+    `TieredTable`."""
+    memory_bytes: int | None = None
+    """Of a tiered table: bytes of memory for hot rows, for the index of cold ones (9 to 10 bytes for each),
+    and for buffers."""
+    storage_dir: str | None = None
+    """Of a tiered table: the folder of its files, on a local disk; by default one in the system's folder of
+    temporary files. Each table makes a folder of its own in it."""
     serving: bool = False
     """True keeps only compressed values: no gradients, no optimizer state."""
     skip_zero: bool = False
@@ -382,6 +417,12 @@ class TableConfig:
         if not 0 <= self.seed < 1 << 64:
             raise ConfigError(f"table {self.name!r}: seed must be from 0 to 2^64 - 1, got {self.seed}")
         check_embedding_storage(f"table {self.name!r}", self.embedding_dtype, self.embedding_rounding)
+        check_table_storage(f"table {self.name!r}", self.storage, self.memory_bytes, self.storage_dir)
+        if self.storage == "tiered" and self.capacity_bytes is not None:
+            raise ConfigError(
+                f"table {self.name!r}: capacity_bytes is a ceiling on a table in memory; a tiered table has "
+                "memory_bytes, and its files grow. Leave capacity_bytes out, and let rows expire"
+            )
         if self.stores_bfloat16 and any(s.optimizer.stochastic_rounding for s in self.segments):
             raise ConfigError(
                 f"table {self.name!r}: StochasticRounding makes halves of float32 rows; rows with "
@@ -426,6 +467,8 @@ class TableConfig:
         stored: str = self.embedding_dtype
         if stored != "float32":
             stored += f" {self.embedding_rounding}"
+        if self.storage != "memory":
+            stored += f", storage={self.storage} {self.memory_bytes} {self.storage_dir}"
         return (
             f"table(segments=[{segments}], initial_rows={self.initial_rows}, expiry={self.expiry}, "
             f"capacity_bytes={self.capacity_bytes}, when_full={self.when_full}, seed={self.seed}, "

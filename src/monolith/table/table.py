@@ -1,8 +1,9 @@
 """The table seam: int64 ids to rows that are created, trained and expire.
 
 A row is an embedding, the optimizer state that trains it and the newest event time it was trained with: older
-data does not make it older. Every implementation (a plain dict, the native core, a GPU, a GPU that spills to
-host memory) answers the same calls and passes `tests/contracts/test_table.py` and `test_table_snapshot.py`.
+data does not make it older. Every implementation (a plain dict, the native core, the core with cold rows in
+files, a GPU, a GPU that spills to host memory) answers the same calls and passes
+`tests/contracts/test_table.py` and `test_table_snapshot.py`.
 
 Ids are any int64. Calls are batched and thread-safe; each row changes as a whole, a batch does not.
 
@@ -25,7 +26,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Unpack
 
+import numpy as np
+
 from monolith.front_door import module_when_used
+from monolith.table.hashing import mix
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +137,20 @@ class TableStats:
     """The newest event time written so far."""
     non_finite: int = 0
     """Updates left out because their gradient, or the row they would have made, was NaN or infinite."""
+    cold_rows: int = 0
+    """Of the rows, those in files; see `TieredTable`."""
+    cold_bytes: int = 0
+    """Bytes of the files."""
+    cold_found: int = 0
+    """Cold rows that lookups and updates found."""
+    cold_found_in_memory: int = 0
+    """Of these, rows that were about to be written, or had been read lately."""
+    cold_bytes_read: int = 0
+    """Bytes read from files."""
+    cold_bytes_written: int = 0
+    """Bytes written to files, compaction included."""
+    compactions: int = 0
+    """Files that were removed because most of their rows were dead, once the live ones had moved."""
 
 
 class TableSnapshot(Protocol):
@@ -383,3 +401,17 @@ def iterate(table: Table, *, limit: int = 65536, shard: int = 0, num_shards: int
         if scan.cursor is None:
             return
         cursor = scan.cursor
+
+
+def joined_scan(scans: Sequence[Scan], limit: int) -> Scan:
+    """Return the first `limit` rows of several scans from one hash, and the hash to continue from."""
+    rows = Rows.concat([scan.rows for scan in scans])
+    # A scan that stopped early knows nothing beyond its cursor: only rows before the smallest cursor are
+    # complete.
+    hashes = mix(rows.ids.numpy())
+    order = np.argsort(hashes)
+    end = min((scan.cursor for scan in scans if scan.cursor is not None), default=None)
+    known = len(order) if end is None else int(np.searchsorted(hashes[order], np.uint64(end)))
+    if known > limit:
+        known, end = limit, int(hashes[order[limit - 1]]) + 1
+    return Scan(rows.take(torch.from_numpy(order[:known])), end)

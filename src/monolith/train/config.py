@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
+from monolith import filesystem
 from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
-from monolith.table.config import EmbeddingDtype, EmbeddingRounding, check_embedding_storage
+from monolith.table.config import (
+    EmbeddingDtype,
+    EmbeddingRounding,
+    TableStorage,
+    check_embedding_storage,
+    check_table_storage,
+)
 from monolith.train.evaluate_config import EvaluateConfig
 from monolith.train.hooks import AlertConfig, DailyHours, SaveConfig
 from monolith.train.hooks.config import HooksConfig, TrackingConfig
@@ -142,11 +149,21 @@ class TablesConfig:
     embedding_rounding: EmbeddingRounding = "stochastic"
     """How steps are rounded to bfloat16: "stochastic" by a repeatable chance, so that the mean of many small
     steps is right, or "nearest", which loses steps of less than 1/512 of a value."""
+    storage: TableStorage = "memory"
+    """Where rows are: "memory" keeps all of them there; "tiered" keeps the hot ones in memory_bytes of memory
+    and all others in files, for tables that are larger than memory."""
+    memory_bytes: int | None = None
+    """Bytes of memory of each tiered table, for hot rows, 9 to 10 bytes for each cold row, and buffers."""
+    storage_dir: str | None = None
+    """The folder for the files of tiered tables, on a local disk; by default "cold" in a local model_dir,
+    else the system's folder of temporary files. They are no checkpoint: the process removes them at its
+    end."""
 
     def __post_init__(self) -> None:
         if self.initial_rows < 0:
             raise ConfigError(f"tables: initial_rows must be 0 or more, got {self.initial_rows}")
         check_embedding_storage("tables", self.embedding_dtype, self.embedding_rounding)
+        check_table_storage("tables", self.storage, self.memory_bytes, self.storage_dir)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,6 +346,16 @@ class TrainConfig:
     def wants_fresh_rows(self) -> bool:
         """Whether rows are read after the updates of all earlier steps, if they are in this process."""
         return self.epochs is None if self.fresh_rows is None else self.fresh_rows
+
+    @property
+    def settled_tables(self) -> TablesConfig:
+        """`tables`, with the folder for files of tiered tables settled: below a local model_dir."""
+        tables, model_dir = self.tables, self.model_dir
+        if tables.storage == "memory" or tables.storage_dir is not None:
+            return tables
+        if not model_dir or filesystem.is_remote(model_dir):
+            return tables
+        return replace(tables, storage_dir=filesystem.join(model_dir, "cold"))
 
     @property
     def saves_in_background(self) -> bool:

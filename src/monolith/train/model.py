@@ -22,6 +22,7 @@ from monolith.nn import RateSchedule
 from monolith.observe import Resting
 from monolith.store import AllToAllStore, LocalStore, MakeStore, Store
 from monolith.table import AdmissionFilter, ConstantRate, Table, TableConfig, TableStats
+from monolith.table.config import TableTiers
 from monolith.train.accelerator import Accelerator, take
 from monolith.train.config import TablesConfig
 from monolith.train.rate_schedule import ScheduleConfig, ScheduledRate
@@ -83,6 +84,7 @@ class Model:
                     initial_rows=tables.initial_rows,
                     embedding_dtype=tables.embedding_dtype,
                     embedding_rounding=tables.embedding_rounding,
+                    tiers=TableTiers(tables.storage, tables.memory_bytes, tables.storage_dir),
                 )
             collection.bind(make_store)
         if isinstance(make_store, _ScheduledStores) and make_store.made < len(self.collections):

@@ -27,8 +27,8 @@ from monolith.errors import TableArgumentError
 from monolith.table import arguments
 from monolith.table.config import TableConfig
 from monolith.table.cuda.memory import BEFORE, SIGN, DeviceMemory, RowArrays
-from monolith.table.hashing import mix, unmix
-from monolith.table.table import Rows, Scan, Table, TableSnapshot
+from monolith.table.hashing import unmix
+from monolith.table.table import Rows, Scan, Table, TableSnapshot, joined_scan
 
 LAST_HASH = (1 << 64) - 1
 
@@ -351,20 +351,6 @@ class CudaTableSnapshot:
             was_open, self._open = self._open, False
         if was_open:  # outside the lock: the table takes its own
             self._end(None if saved else self._moment.gone)
-
-
-def joined_scan(scans: Sequence[Scan], limit: int) -> Scan:
-    """Return the first `limit` rows of several scans from one hash, and the hash to continue from."""
-    rows = Rows.concat([scan.rows for scan in scans])
-    # A scan that stopped early knows nothing beyond its cursor: only rows before the smallest cursor are
-    # complete.
-    hashes = mix(rows.ids.numpy())
-    order = np.argsort(hashes)
-    end = min((scan.cursor for scan in scans if scan.cursor is not None), default=None)
-    known = len(order) if end is None else int(np.searchsorted(hashes[order], np.uint64(end)))
-    if known > limit:
-        known, end = limit, int(hashes[order[limit - 1]]) + 1
-    return Scan(rows.take(torch.from_numpy(order[:known])), end)
 
 
 class JoinedSnapshot:

@@ -40,10 +40,10 @@ from monolith.table.compressors import OneBit
 from monolith.table.config import TableConfig
 from monolith.table.cuda.cuda_table import CudaTable
 from monolith.table.cuda.resident_rows import parts_of_batch
-from monolith.table.cuda.snapshots import JoinedSnapshot, joined_scan
+from monolith.table.cuda.snapshots import JoinedSnapshot
 from monolith.table.hashing import unmix
 from monolith.table.native_table import NativeTable
-from monolith.table.table import Rows, Scan, Table, TableStats
+from monolith.table.table import Rows, Scan, Table, TableStats, joined_scan
 from monolith.table.touched_keys import TouchedKeySet
 from monolith.table.update_rules import decays_lazily, newest_step
 

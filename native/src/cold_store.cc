@@ -1,0 +1,861 @@
+#include "cold_store.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <random>
+#include <system_error>
+#include <utility>
+
+#include "checksum.h"
+#include "hash.h"
+
+namespace monolith {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kBlockHead = 16;
+constexpr std::size_t kRoundBytes = std::size_t{8} << 20;   // read at once
+constexpr std::size_t kMostAtOnce = 128 << 10;              // one read of blocks that follow each other
+constexpr std::size_t kStreamBytes = std::size_t{1} << 20;  // one write, and one read of a whole file
+constexpr std::size_t kLocked = 4096;                       // IDs that are looked up under one lock
+constexpr std::size_t kAhead = 16;
+constexpr std::size_t kWays = 4;
+constexpr char kMagic[8] = {'M', 'O', 'N', 'O', 'C', 'O', 'L', 'D'};
+constexpr std::uint32_t kVersion = 1;
+
+std::size_t rounded(std::size_t bytes, std::size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+// 4 KiB, or what makes less than a tenth of a block useless.
+std::size_t block_for(std::size_t record) {
+  std::size_t block = rounded(record + kBlockHead, kPage);
+  if (record <= kPage / 10) return kPage;
+  while ((block - kBlockHead) % record > block / 10) block += kPage;
+  return block;
+}
+
+struct BlockHead {
+  std::uint32_t checksum;  // of all that follows it in the block
+  std::uint32_t stamp;
+  std::uint64_t number;
+};
+static_assert(sizeof(BlockHead) == kBlockHead);
+
+struct FileHead {
+  char magic[8];
+  std::uint32_t version;
+  std::uint32_t record_bytes;
+  std::uint64_t block_bytes;
+  std::uint64_t rows;
+  std::uint64_t row_blocks;
+  std::uint64_t directory_blocks;
+  std::uint64_t number;
+  std::uint32_t oldest, newest;  // event times
+  std::uint32_t name_bytes;      // of the table's name, which follows
+  std::uint32_t zero;
+};
+
+struct Free {
+  void operator()(std::byte* memory) const { std::free(memory); }
+};
+using Aligned = std::unique_ptr<std::byte, Free>;
+
+Aligned aligned(std::size_t bytes) {
+  auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kPage, rounded(bytes, kPage)));
+  if (memory == nullptr) throw std::bad_alloc();
+  return Aligned(memory);
+}
+
+}  // namespace
+
+class ColdStore::Blocks {
+ public:
+  explicit Blocks(std::size_t bytes) : memory_(aligned(bytes)) {}
+  std::byte* data() const { return memory_.get(); }
+
+ private:
+  Aligned memory_;
+};
+
+struct ColdStore::File {
+  std::uint64_t number = 0;    // unique in its store
+  std::uint64_t sequence = 0;  // that of the buffer it was written from: what was there at a snapshot
+  std::uint32_t slot = 0;      // the high bits of its rows' locations
+  std::size_t rows = 0;
+  std::size_t live = 0;  // guarded by the store, as `ripe`
+  bool ripe = false;
+  std::uint32_t oldest = std::numeric_limits<std::uint32_t>::max(), newest = 0;
+  std::unique_ptr<std::byte[]> buffer;  // its records, until they are written as another file
+  std::string path;
+  int descriptor = -1;
+  std::uint32_t stamp = 0;
+  std::uint64_t row_blocks = 0, directory_blocks = 0;
+
+  File() = default;
+  File(const File&) = delete;
+  ~File() {
+    if (descriptor < 0) return;
+    ::close(descriptor);
+    ::unlink(path.c_str());
+  }
+};
+
+ColdStore::ColdStore(ColdSpec spec, std::shared_ptr<BlockReader> reader)
+    : spec_(std::move(spec)),
+      reader_(std::move(reader)),
+      record_bytes_(sizeof(RecordHead) + spec_.row_bytes),
+      block_bytes_(block_for(record_bytes_)),
+      rows_per_block_((block_bytes_ - kBlockHead) / record_bytes_),
+      rows_per_file_(std::clamp<std::size_t>(spec_.buffer_bytes / record_bytes_, 8, kRowMask)) {
+  if (spec_.row_bytes == 0 || spec_.row_bytes % 16 != 0)
+    throw std::invalid_argument("cold store: rows must be of a multiple of 16 bytes");
+  if (reader_ == nullptr) throw std::invalid_argument("cold store: needs a reader");
+  files_.emplace_back();  // location 0 is no row
+  captured_.resize(std::size_t{1} << ColdIndex::kPartitionBits);
+  const std::size_t sets = std::max<std::size_t>(spec_.recent_bytes / record_bytes_ / kWays, 16);
+  recent_.keys.assign(sets * kWays, 0);
+  recent_.records.resize(sets * kWays * record_bytes_);
+  recent_.next.assign(sets, 0);
+  thread_ = std::thread([this] { serve(); });
+}
+
+ColdStore::~ColdStore() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  work_.notify_all();
+  thread_.join();
+}
+
+std::size_t ColdStore::size() const {
+  std::lock_guard lock(mutex_);
+  return index_.size();
+}
+
+ColdStats ColdStore::stats() const {
+  std::lock_guard lock(mutex_);
+  ColdStats found = counts_;
+  found.rows = index_.size();
+  found.bytes_index = index_.bytes();
+  for (const auto& captured : captured_) found.bytes_index += captured.capacity() * sizeof(std::uint64_t);
+  found.bytes_recent = recent_.records.size() + recent_.keys.size() * sizeof(std::uint64_t);
+  const auto count = [&](const File& file) {
+    if (file.buffer != nullptr) {
+      found.bytes_buffers += rows_per_file_ * record_bytes_;
+    } else {
+      ++found.files;
+      found.bytes_files += (1 + file.row_blocks + file.directory_blocks) * block_bytes_;
+      found.bytes_live += file.live * record_bytes_;
+    }
+  };
+  for (const auto& file : files_)
+    if (file != nullptr) count(*file);
+  return found;
+}
+
+std::string ColdStore::trouble() const {
+  std::lock_guard lock(mutex_);
+  return trouble_;
+}
+
+// ---- files and buffers: with mutex_ held ---------------------------------------------------------
+
+std::shared_ptr<ColdStore::File> ColdStore::add_file() {
+  auto file = std::make_shared<File>();
+  file->number = file->sequence = next_number_++;
+  if (free_slots_.empty()) {
+    if (files_.size() >> (ColdIndex::kLocationBits - kRowBits) != 0)
+      throw std::runtime_error(
+          "cold store: too many files; give the table more memory_bytes, for larger ones");
+    file->slot = static_cast<std::uint32_t>(files_.size());
+    files_.push_back(file);
+  } else {
+    file->slot = free_slots_.back();
+    free_slots_.pop_back();
+    files_[file->slot] = file;
+  }
+  return file;
+}
+
+bool ColdStore::of_snapshot(const File& file) const {
+  return snapshot_open_ && file.sequence < mark_;
+}
+
+// Entries of a snapshot may lead to it: then it stays until that is closed.
+void ColdStore::release(const std::shared_ptr<File>& file) {
+  if (std::exchange(file->ripe, false)) --ripe_;
+  if (of_snapshot(*file)) {
+    kept_.push_back(file);
+    return;
+  }
+  free_slots_.push_back(file->slot);
+  files_[file->slot] = nullptr;
+}
+
+const std::byte* ColdStore::in_memory(std::uint64_t location) const {
+  const File& file = *files_[location >> kRowBits];
+  return file.buffer != nullptr ? file.buffer.get() + (location & kRowMask) * record_bytes_ : nullptr;
+}
+
+void ColdStore::seal() {
+  if (open_ == nullptr) return;
+  sealed_.push_back(std::move(open_));
+  open_ = nullptr;
+  work_.notify_all();
+}
+
+void ColdStore::put(const std::byte* record) {
+  if (open_ == nullptr) {
+    open_ = add_file();
+    open_->buffer.reset(new std::byte[rows_per_file_ * record_bytes_]);
+  }
+  const std::uint64_t row = open_->rows++;
+  std::memcpy(open_->buffer.get() + row * record_bytes_, record, record_bytes_);
+  const RecordHead head = head_at(record);
+  open_->oldest = std::min(open_->oldest, head.time);
+  open_->newest = std::max(open_->newest, head.time);
+  ++open_->live;
+  index_.insert(head.hash, std::uint64_t{open_->slot} << kRowBits | row);
+  if (open_->rows == rows_per_file_) seal();
+}
+
+// The entry is there.
+void ColdStore::erase(std::uint64_t hash, std::uint64_t location) {
+  index_.erase(hash, location);
+  const std::shared_ptr<File> file = files_[location >> kRowBits];
+  if (of_snapshot(*file))
+    captured_[ColdIndex::partition_of(hash)].push_back(ColdIndex::tag_of(hash) << ColdIndex::kLocationBits |
+                                                       location);
+  --file->live;
+  if (file->buffer != nullptr) return;
+  if (file->live == 0) {
+    release(file);
+  } else if (!file->ripe && 2 * file->live < file->rows) {
+    file->ripe = true;
+    ++ripe_;
+    work_.notify_all();
+  }
+}
+
+// ---- what changes rows ---------------------------------------------------------------------------
+
+void ColdStore::append(std::span<const std::byte> records) {
+  for (std::size_t at = 0; at < records.size();) {
+    std::lock_guard lock(mutex_);
+    const std::size_t end = std::min(records.size(), at + kLocked * record_bytes_);
+    for (; at < end; at += record_bytes_) {
+      if (at + kAhead * record_bytes_ < records.size())
+        index_.prefetch(hash_at(records.data() + at + kAhead * record_bytes_));
+      put(records.data() + at);
+    }
+  }
+}
+
+bool ColdStore::wait_for_room(double seconds) {
+  std::unique_lock lock(mutex_);
+  return done_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return sealed_.size() < 2; });
+}
+
+void ColdStore::flush() {
+  std::unique_lock lock(mutex_);
+  seal();
+  done_.wait(lock,
+             [&] { return stopping_ || (sealed_.empty() && !busy_ && (ripe_ == 0 || snapshot_open_)); });
+}
+
+std::size_t ColdStore::forget(std::span<const std::uint64_t> hashes, const std::uint64_t* locations) {
+  std::size_t gone = 0;
+  for (std::size_t at = 0; at < hashes.size();) {
+    std::lock_guard lock(mutex_);
+    for (const std::size_t end = std::min(hashes.size(), at + kLocked); at < end; ++at) {
+      if (at + kAhead < hashes.size()) index_.prefetch(hashes[at + kAhead]);
+      if (locations[at] == 0 || !index_.contains(hashes[at], locations[at])) continue;
+      erase(hashes[at], locations[at]);
+      ++gone;
+    }
+  }
+  return gone;
+}
+
+std::size_t ColdStore::alive(std::span<const std::uint64_t> hashes, const std::uint64_t* locations) const {
+  std::size_t found = 0;
+  std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < hashes.size(); ++i) found += index_.contains(hashes[i], locations[i]);
+  return found;
+}
+
+void ColdStore::clear() {
+  const std::lock_guard still(moves_);
+  std::lock_guard lock(mutex_);
+  if (snapshot_open_) throw std::invalid_argument("clear: a snapshot of this table is open; close it first");
+  index_.clear();
+  open_ = nullptr;
+  sealed_.clear();
+  for (std::size_t slot = 1; slot < files_.size(); ++slot)
+    if (const std::shared_ptr<File> file = files_[slot]) {
+      file->live = 0;
+      release(file);
+    }
+  done_.notify_all();
+}
+
+void ColdStore::open_snapshot() {
+  std::lock_guard lock(mutex_);
+  if (snapshot_open_) throw std::invalid_argument("table: a snapshot is open already; close it first");
+  seal();
+  mark_ = next_number_;
+  snapshot_open_ = true;
+}
+
+void ColdStore::close_snapshot() {
+  std::lock_guard lock(mutex_);
+  if (!std::exchange(snapshot_open_, false)) return;
+  for (auto& captured : captured_) captured = {};
+  for (const std::shared_ptr<File>& file : std::exchange(kept_, {})) release(file);
+  work_.notify_all();  // compaction waited for this
+}
+
+// ---- reading -------------------------------------------------------------------------------------
+
+std::uint64_t ColdStore::key_of(const File& file, std::uint64_t location) const {
+  return file.number << kRowBits | (location & kRowMask);
+}
+
+bool ColdStore::recall(std::uint64_t key, std::uint64_t hash, std::byte* record) const {
+  std::lock_guard lock(recent_.mutex);
+  const std::size_t set = mix(static_cast<std::int64_t>(key)) % recent_.next.size() * kWays;
+  for (std::size_t at = set; at < set + kWays; ++at) {
+    const std::byte* const held = recent_.records.data() + at * record_bytes_;
+    if (recent_.keys[at] != key || hash_at(held) != hash) continue;
+    std::memcpy(record, held, record_bytes_);
+    return true;
+  }
+  return false;
+}
+
+void ColdStore::remember(std::uint64_t key, const std::byte* record) {
+  std::lock_guard lock(recent_.mutex);
+  const std::size_t set = mix(static_cast<std::int64_t>(key)) % recent_.next.size();
+  const std::size_t at = set * kWays + recent_.next[set]++ % kWays;
+  recent_.keys[at] = key;
+  std::memcpy(recent_.records.data() + at * record_bytes_, record, record_bytes_);
+}
+
+void ColdStore::check(const File& file, std::uint64_t block, const std::byte* bytes,
+                      std::span<const Wanted> wanted) const {
+  BlockHead head;
+  std::memcpy(&head, bytes, sizeof(head));
+  const std::uint32_t sum = crc32c({bytes + sizeof(head.checksum), block_bytes_ - sizeof(head.checksum)});
+  if (head.checksum == sum && head.stamp == file.stamp && head.number == block) return;
+  std::string reason = head.checksum != sum ? "the checksum of a block does not match its content"
+                                            : "a block is not the one that was written here";
+  reason += " (table '" + spec_.table + "', rows of IDs ";
+  for (std::size_t i = 0; i < wanted.size() && i < 3; ++i)
+    reason += (i > 0 ? ", " : "") + std::to_string(unmix(wanted[i].hash));
+  reason += wanted.size() > 3 ? ", ...)" : wanted.empty() ? "unknown)" : ")";
+  throw ColdDamage(file.path, block * block_bytes_, reason);
+}
+
+template <class Each>
+void ColdStore::fetch(std::vector<Wanted>& wanted, const Files& files, Each&& each) {
+  if (wanted.empty()) return;
+  std::sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) {
+    return a.file != b.file ? a.file < b.file : a.location < b.location;
+  });
+  std::unique_ptr<Blocks> blocks;
+  {
+    std::lock_guard lock(blocks_mutex_);
+    if (!blocks_.empty()) {
+      blocks = std::move(blocks_.back());
+      blocks_.pop_back();
+    }
+  }
+  const std::size_t room = std::max<std::size_t>(kRoundBytes / block_bytes_, 1);
+  if (blocks == nullptr) blocks = std::make_unique<Blocks>(room * block_bytes_);
+  const auto block_of = [&](const Wanted& one) { return 1 + (one.location & kRowMask) / rows_per_block_; };
+  std::vector<BlockReader::Read> reads;
+  struct Placed {
+    std::size_t first, end;  // in `wanted`
+    std::uint64_t block;
+  };
+  std::vector<Placed> placed;  // what is in each block of the round
+  std::uint64_t read_bytes = 0, read_count = 0;
+  for (std::size_t at = 0; at < wanted.size();) {
+    reads.clear();
+    placed.clear();
+    while (at < wanted.size() && placed.size() < room) {
+      const File& file = *files[wanted[at].file];
+      const std::uint64_t block = block_of(wanted[at]);
+      const bool follows = !reads.empty() && reads.back().descriptor == file.descriptor &&
+                           reads.back().offset + reads.back().bytes == block * block_bytes_ &&
+                           reads.back().bytes + block_bytes_ <= kMostAtOnce;
+      if (follows)
+        reads.back().bytes += block_bytes_;
+      else
+        reads.push_back({file.descriptor, block * block_bytes_, block_bytes_,
+                         blocks->data() + placed.size() * block_bytes_});
+      const std::size_t first = at;
+      for (++at;
+           at < wanted.size() && wanted[at].file == wanted[first].file && block_of(wanted[at]) == block;)
+        ++at;
+      placed.push_back({first, at, block});
+    }
+    reader_->run(reads);
+    for (const BlockReader::Read& read : reads) {
+      read_bytes += read.bytes;
+      ++read_count;
+      if (read.error == 0) continue;
+      const File& file = **std::find_if(files.begin(), files.end(),
+                                        [&](const auto& one) { return one->descriptor == read.descriptor; });
+      throw ColdDamage(file.path, read.offset,
+                       read.error < 0 ? "the file ends too early"
+                                      : std::string("it cannot be read: ") + std::strerror(read.error));
+    }
+    for (std::size_t i = 0; i < placed.size(); ++i) {
+      const std::byte* const block = blocks->data() + i * block_bytes_;
+      const std::span some(wanted.data() + placed[i].first, placed[i].end - placed[i].first);
+      check(*files[some[0].file], placed[i].block, block, some);
+      for (const Wanted& one : some)
+        each(one, block + kBlockHead + (one.location & kRowMask) % rows_per_block_ * record_bytes_);
+    }
+  }
+  {
+    std::lock_guard lock(blocks_mutex_);
+    blocks_.push_back(std::move(blocks));
+  }
+  std::lock_guard lock(mutex_);
+  counts_.reads += read_count;
+  counts_.bytes_read += read_bytes;
+}
+
+void ColdStore::read(std::span<const std::uint64_t> hashes, std::byte* records, std::uint64_t* locations,
+                     bool keep) {
+  std::vector<Wanted> wanted;
+  Files files;
+  std::vector<std::uint32_t> places;  // of files among `files`, plus 1, by slot
+  std::uint64_t found = 0, recent = 0;
+  for (std::size_t at = 0; at < hashes.size();) {
+    std::lock_guard lock(mutex_);
+    for (const std::size_t end = std::min(hashes.size(), at + kLocked); at < end; ++at) {
+      if (at + kAhead < hashes.size()) index_.prefetch(hashes[at + kAhead]);
+      locations[at] = 0;
+      index_.candidates(hashes[at], [&](std::uint64_t location) {
+        const std::shared_ptr<File>& file = files_[location >> kRowBits];
+        std::byte* const into = records + at * record_bytes_;
+        if (const std::byte* const held = in_memory(location)) {
+          if (hash_at(held) != hashes[at]) return;
+          std::memcpy(into, held, record_bytes_);
+        } else if (!recall(key_of(*file, location), hashes[at], into)) {
+          places.resize(files_.size());
+          std::uint32_t& place = places[file->slot];
+          // A slot may have another file by now: this call releases its lock at times.
+          if (place == 0 || files[place - 1] != file) {
+            files.push_back(file);
+            place = static_cast<std::uint32_t>(files.size());
+          }
+          wanted.push_back({location, hashes[at], static_cast<std::uint32_t>(at), place - 1});
+          return;
+        }
+        locations[at] = location;
+        ++found;
+        ++recent;
+      });
+    }
+  }
+  fetch(wanted, files, [&](const Wanted& one, const std::byte* record) {
+    if (hash_at(record) != one.hash) return;  // another ID with the same tag
+    std::memcpy(records + one.position * record_bytes_, record, record_bytes_);
+    locations[one.position] = one.location;
+    ++found;
+    if (keep) remember(key_of(*files[one.file], one.location), record);
+  });
+  std::lock_guard lock(mutex_);
+  counts_.rows_found += found;
+  counts_.rows_recent += recent;
+}
+
+ColdChunk ColdStore::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool of_snap) {
+  ColdChunk chunk;
+  std::vector<Wanted> wanted;
+  Files files;
+  std::vector<std::byte> records;  // in any order
+  const auto take = [&](const std::byte* record) {
+    const std::uint64_t hash = hash_at(record);
+    if (hash >= cursor && hash <= last) records.insert(records.end(), record, record + record_bytes_);
+  };
+  constexpr int kUnknown = 64 - ColdIndex::kKeptBits;
+  std::uint64_t next = 0;  // the first prefix that is not read
+  bool more = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (of_snap && !snapshot_open_) throw std::invalid_argument("scan: the snapshot was closed");
+    std::vector<std::uint32_t> places(files_.size());
+    std::size_t count = 0;
+    std::uint64_t before = 0;
+    // Whole prefixes are read: the rows of one are in no known order.
+    const auto visit = [&](std::size_t partition, std::uint64_t entry) {
+      const std::uint64_t prefix = ColdIndex::prefix_of(partition, entry);
+      if (prefix > last >> kUnknown) return false;
+      if (count >= limit && prefix != before) {
+        next = prefix;
+        more = true;
+        return false;
+      }
+      const std::uint64_t location = entry & ColdIndex::kLocationMask;
+      const std::shared_ptr<File>& file = files_[location >> kRowBits];
+      if (of_snap && !of_snapshot(*file)) return true;
+      before = prefix;
+      ++count;
+      if (const std::byte* const held = in_memory(location)) {
+        take(held);
+        return true;
+      }
+      if (places[file->slot] == 0) {
+        files.push_back(file);
+        places[file->slot] = static_cast<std::uint32_t>(files.size());
+      }
+      wanted.push_back({location, prefix << kUnknown, 0, places[file->slot] - 1});
+      return true;
+    };
+    for (std::size_t part = ColdIndex::partition_of(cursor); part <= ColdIndex::partition_of(last) && !more;
+         ++part) {
+      const std::uint64_t tag = part == ColdIndex::partition_of(cursor) ? ColdIndex::tag_of(cursor) : 0;
+      auto& captured = captured_[part];
+      if (!of_snap || captured.empty()) {
+        index_.walk(part, tag, [&](std::uint64_t entry) { return visit(part, entry); });
+        continue;
+      }
+      // Both are ascending, and have no entry in common.
+      std::sort(captured.begin(), captured.end());
+      auto gone = std::lower_bound(captured.begin(), captured.end(), tag << ColdIndex::kLocationBits);
+      bool on = true;
+      index_.walk(part, tag, [&](std::uint64_t entry) {
+        for (; on && gone != captured.end() && *gone < entry; ++gone) on = visit(part, *gone);
+        on = on && visit(part, entry);
+        return on;
+      });
+      for (; on && gone != captured.end(); ++gone) on = visit(part, *gone);
+    }
+  }
+  fetch(wanted, files, [&](const Wanted&, const std::byte* record) { take(record); });
+
+  const std::size_t rows = records.size() / record_bytes_;
+  std::vector<std::pair<std::uint64_t, std::size_t>> order(rows);
+  for (std::size_t i = 0; i < rows; ++i) order[i] = {hash_at(records.data() + i * record_bytes_), i};
+  std::sort(order.begin(), order.end());
+  const std::size_t returned = std::min(rows, limit);
+  chunk.records.resize(returned * record_bytes_);
+  for (std::size_t i = 0; i < returned; ++i)
+    std::memcpy(chunk.records.data() + i * record_bytes_, records.data() + order[i].second * record_bytes_,
+                record_bytes_);
+  chunk.done = returned == rows && !more;
+  if (!chunk.done) chunk.cursor = returned < rows ? order[returned].first : next << kUnknown;
+  return chunk;
+}
+
+void ColdStore::heads(std::uint32_t time,
+                      const std::function<void(std::span<const RecordHead>, std::uint64_t)>& each) {
+  Files files;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& file : files_)
+      if (file != nullptr && file->live > 0 && file->oldest <= time) files.push_back(file);
+  }
+  std::vector<RecordHead> heads;
+  Aligned memory;
+  const std::size_t at_once = std::max<std::size_t>(kStreamBytes / block_bytes_, 1);
+  for (const auto& file : files) {
+    const std::uint64_t first = std::uint64_t{file->slot} << kRowBits;
+    heads.clear();
+    {
+      std::lock_guard lock(mutex_);
+      if (file->buffer != nullptr)
+        for (std::size_t row = 0; row < file->rows; ++row)
+          heads.push_back(head_at(file->buffer.get() + row * record_bytes_));
+    }
+    if (!heads.empty()) {
+      each(heads, first);
+      continue;
+    }
+    if (memory == nullptr) memory = aligned(at_once * block_bytes_);
+    const std::size_t per_block = (block_bytes_ - kBlockHead) / sizeof(RecordHead);
+    for (std::uint64_t block = 0; block < file->directory_blocks; block += at_once) {
+      const std::uint64_t some = std::min<std::uint64_t>(at_once, file->directory_blocks - block);
+      const std::uint64_t from = 1 + file->row_blocks + block;
+      BlockReader::Read read{file->descriptor, from * block_bytes_, some * block_bytes_, memory.get()};
+      reader_->run({&read, 1});
+      if (read.error != 0)
+        throw ColdDamage(file->path, read.offset,
+                         read.error < 0 ? "the file ends too early"
+                                        : std::string("it cannot be read: ") + std::strerror(read.error));
+      const std::size_t begun = block * per_block;
+      heads.resize(std::min<std::size_t>(some * per_block, file->rows - begun));
+      for (std::uint64_t i = 0; i < some; ++i) {
+        const std::byte* const bytes = memory.get() + i * block_bytes_;
+        check(*file, from + i, bytes, {});
+        const std::size_t count = std::min(per_block, heads.size() - i * per_block);
+        std::memcpy(heads.data() + i * per_block, bytes + kBlockHead, count * sizeof(RecordHead));
+      }
+      each(heads, first + begun);
+    }
+  }
+}
+
+// ---- the thread that writes and compacts ---------------------------------------------------------
+
+void ColdStore::serve() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    work_.wait(lock, [&] { return stopping_ || !sealed_.empty() || (ripe_ > 0 && !snapshot_open_); });
+    if (stopping_) return;
+    busy_ = true;
+    if (!sealed_.empty()) {
+      const std::shared_ptr<File> sealed = sealed_.front();
+      lock.unlock();
+      write(sealed);
+      lock.lock();
+      if (!sealed_.empty() && sealed_.front() == sealed) sealed_.pop_front();
+    } else if (const std::shared_ptr<File> file = worth_compacting()) {
+      lock.unlock();
+      compact(file);
+      lock.lock();
+    }
+    busy_ = false;
+    done_.notify_all();
+  }
+}
+
+// Notes why nothing can be written, and waits before the next attempt; false if the store is closed.
+bool ColdStore::pause(std::unique_lock<std::mutex>& lock, const std::string& trouble) {
+  trouble_ = trouble;
+  done_.notify_all();
+  work_.wait_for(lock, std::chrono::milliseconds(500), [&] { return stopping_; });
+  return !stopping_;
+}
+
+// Writes the live rows of a full buffer, in the order of their hashes, and leads the index to them.
+void ColdStore::write(const std::shared_ptr<File>& sealed) {
+  std::vector<const std::byte*> records;
+  std::vector<std::uint64_t> from;
+  const std::uint64_t first = std::uint64_t{sealed->slot} << kRowBits;
+  for (std::size_t row = 0; row < sealed->rows;) {
+    std::lock_guard lock(mutex_);
+    for (const std::size_t end = std::min(sealed->rows, row + kLocked); row < end; ++row) {
+      const std::byte* const record = sealed->buffer.get() + row * record_bytes_;
+      if (index_.contains(hash_at(record), first + row)) records.push_back(record);
+    }
+  }
+  std::sort(records.begin(), records.end(),
+            [](const std::byte* a, const std::byte* b) { return hash_at(a) < hash_at(b); });
+  std::shared_ptr<File> file;
+  std::unique_lock lock(mutex_);
+  while (!records.empty()) {
+    if (files_[sealed->slot] != sealed) return;  // cleared meanwhile
+    auto attempt = std::make_shared<File>();
+    attempt->number = next_number_++;
+    lock.unlock();
+    std::string trouble;
+    try {
+      write_file(*attempt, records);
+    } catch (const std::system_error& error) {
+      trouble = error.what();
+    }
+    lock.lock();
+    if (trouble.empty()) {
+      trouble_.clear();
+      file = attempt;
+      break;
+    }
+    attempt.reset();  // removes its file
+    if (!pause(lock, trouble)) return;
+  }
+  lock.unlock();
+  // From here on a row is moved as a whole: a reader finds it in the buffer or in the file.
+  const std::lock_guard still(moves_);
+  lock.lock();
+  if (files_[sealed->slot] != sealed) return;
+  if (file != nullptr) {
+    const std::shared_ptr<File> placed = add_file();  // gives it a slot
+    file->slot = placed->slot;
+    file->sequence = sealed->sequence;
+    files_[file->slot] = file;
+    const std::uint64_t to = std::uint64_t{file->slot} << kRowBits;
+    for (std::size_t row = 0; row < records.size();) {
+      for (const std::size_t end = std::min(records.size(), row + kLocked); row < end; ++row) {
+        const std::size_t at = static_cast<std::size_t>(records[row] - sealed->buffer.get()) / record_bytes_;
+        if (index_.move(hash_at(records[row]), first + at, to + row)) ++file->live;
+      }
+      lock.unlock();  // readers come in between
+      lock.lock();
+    }
+    counts_.rows_written += records.size();
+    counts_.bytes_written += (1 + file->row_blocks + file->directory_blocks) * block_bytes_;
+    sealed->live = 0;
+    if (file->live == 0) {
+      release(file);
+    } else if (2 * file->live < file->rows) {
+      file->ripe = true;
+      ++ripe_;
+    }
+  }
+  release(sealed);
+}
+
+void ColdStore::write_file(File& file, const std::vector<const std::byte*>& records) const {
+  const auto failed = [&](const char* what) {
+    throw std::system_error(errno, std::generic_category(), std::string(what) + " " + file.path);
+  };
+  file.path = spec_.folder + "/" + std::to_string(file.number) + ".cold";
+  constexpr int kHow = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
+  file.descriptor = ::open(file.path.c_str(), kHow | O_DIRECT, 0600);
+  // A filesystem without O_DIRECT, such as an older tmpfs, has its pages in the kernel's cache.
+  if (file.descriptor < 0 && errno == EINVAL) {
+    ::unlink(file.path.c_str());
+    file.descriptor = ::open(file.path.c_str(), kHow, 0600);
+  }
+  if (file.descriptor < 0) failed("cannot create");
+  static std::atomic<std::uint32_t> stamps{std::random_device{}()};
+  file.stamp = stamps.fetch_add(0x9e3779b9u);
+  file.rows = records.size();
+  file.row_blocks = (file.rows + rows_per_block_ - 1) / rows_per_block_;
+  const std::size_t per_block = (block_bytes_ - kBlockHead) / sizeof(RecordHead);
+  file.directory_blocks = (file.rows + per_block - 1) / per_block;
+  for (const std::byte* const record : records) {
+    const RecordHead head = head_at(record);
+    file.oldest = std::min(file.oldest, head.time);
+    file.newest = std::max(file.newest, head.time);
+  }
+  const std::uint64_t blocks = 1 + file.row_blocks + file.directory_blocks;
+  // Says at once that the disk is full, and keeps the file in few extents.
+  if (::fallocate(file.descriptor, 0, 0, static_cast<off_t>(blocks * block_bytes_)) != 0 &&
+      errno != EOPNOTSUPP && errno != ENOSYS)
+    failed("cannot make room for");
+
+  const std::size_t at_once = std::max<std::size_t>(kStreamBytes / block_bytes_, 1);
+  const Aligned memory = aligned(at_once * block_bytes_);
+  std::size_t filled = 0;
+  std::uint64_t written = 0;
+  const auto flush = [&] {
+    for (std::size_t done = 0; done < filled * block_bytes_;) {
+      const ssize_t put = ::pwrite(file.descriptor, memory.get() + done, filled * block_bytes_ - done,
+                                   static_cast<off_t>(written * block_bytes_ + done));
+      if (put < 0 && errno == EINTR) continue;
+      if (put <= 0) {
+        if (put == 0) errno = EIO;
+        failed("cannot write");
+      }
+      done += static_cast<std::size_t>(put);
+    }
+    written += filled;
+    filled = 0;
+  };
+  const auto block = [&](auto&& fill) {
+    std::byte* const bytes = memory.get() + filled * block_bytes_;
+    std::memset(bytes, 0, block_bytes_);
+    fill(bytes + kBlockHead);
+    BlockHead head{0, file.stamp, written + filled};
+    std::memcpy(bytes, &head, sizeof(head));
+    head.checksum = crc32c({bytes + sizeof(head.checksum), block_bytes_ - sizeof(head.checksum)});
+    std::memcpy(bytes, &head.checksum, sizeof(head.checksum));
+    if (++filled == at_once) flush();
+  };
+  block([&](std::byte* to) {
+    FileHead head{};
+    std::memcpy(head.magic, kMagic, sizeof(kMagic));
+    head.version = kVersion;
+    head.record_bytes = static_cast<std::uint32_t>(record_bytes_);
+    head.block_bytes = block_bytes_;
+    head.rows = file.rows;
+    head.row_blocks = file.row_blocks;
+    head.directory_blocks = file.directory_blocks;
+    head.number = file.number;
+    head.oldest = file.oldest;
+    head.newest = file.newest;
+    const std::size_t most = kPage - kBlockHead - sizeof(head);
+    head.name_bytes = static_cast<std::uint32_t>(std::min(spec_.table.size(), most));
+    std::memcpy(to, &head, sizeof(head));
+    std::memcpy(to + sizeof(head), spec_.table.data(), head.name_bytes);
+  });
+  const auto pack = [&](std::size_t each_block, std::size_t bytes) {
+    for (std::size_t row = 0; row < records.size(); row += each_block)
+      block([&](std::byte* to) {
+        for (std::size_t i = row; i < std::min(records.size(), row + each_block); ++i, to += bytes)
+          std::memcpy(to, records[i], bytes);
+      });
+  };
+  pack(rows_per_block_, record_bytes_);
+  pack(per_block, sizeof(RecordHead));
+  flush();
+}
+
+std::shared_ptr<ColdStore::File> ColdStore::worth_compacting() const {
+  std::shared_ptr<File> best;
+  for (const auto& file : files_)
+    if (file != nullptr && file->ripe && (best == nullptr || file->live < best->live)) best = file;
+  return best;
+}
+
+// Moves the live rows of a file to the buffer, a MiB at a time. Stops where a snapshot is opened, which would
+// have to remember each of them.
+void ColdStore::compact(const std::shared_ptr<File>& file) {
+  const std::size_t at_once = std::max<std::size_t>(kStreamBytes / block_bytes_, 1);
+  const Aligned memory = aligned(at_once * block_bytes_);
+  const std::uint64_t first = std::uint64_t{file->slot} << kRowBits;
+  std::uint64_t moved = 0;
+  for (std::uint64_t block = 0; block < file->row_blocks; block += at_once) {
+    const std::uint64_t some = std::min<std::uint64_t>(at_once, file->row_blocks - block);
+    BlockReader::Read read{file->descriptor, (1 + block) * block_bytes_, some * block_bytes_, memory.get()};
+    reader_->run({&read, 1});
+    std::string trouble;
+    if (read.error != 0) trouble = "cannot read " + file->path;
+    try {
+      for (std::uint64_t i = 0; i < some && trouble.empty(); ++i)
+        check(*file, 1 + block + i, memory.get() + i * block_bytes_, {});
+    } catch (const ColdDamage& damage) {
+      trouble = damage.path() + ": " + damage.what();
+    }
+    if (!trouble.empty()) {
+      // Its rows stay where they are: a lookup of one says what is wrong.
+      std::lock_guard lock(mutex_);
+      trouble_ = trouble;
+      if (std::exchange(file->ripe, false)) --ripe_;
+      return;
+    }
+    const std::lock_guard still(moves_);
+    std::lock_guard lock(mutex_);
+    if (snapshot_open_ || stopping_ || files_[file->slot] != file) return;
+    counts_.bytes_read += read.bytes;
+    ++counts_.reads;
+    for (std::uint64_t i = 0; i < some; ++i) {
+      const std::size_t begin = (block + i) * rows_per_block_;
+      const std::size_t end = std::min(begin + rows_per_block_, file->rows);
+      for (std::size_t row = begin; row < end && file->live > 0; ++row) {
+        const std::byte* const record =
+            memory.get() + i * block_bytes_ + kBlockHead + (row - begin) * record_bytes_;
+        const std::uint64_t hash = hash_at(record);
+        if (!index_.contains(hash, first + row)) continue;
+        index_.erase(hash, first + row);
+        --file->live;
+        put(record);
+        ++moved;
+      }
+    }
+    if (file->live == 0) break;
+  }
+  std::lock_guard lock(mutex_);
+  counts_.rows_compacted += moved;
+  ++counts_.compactions;
+  if (files_[file->slot] == file) release(file);
+}
+
+}  // namespace monolith

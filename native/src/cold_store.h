@@ -1,0 +1,217 @@
+// ColdStore: the rows of a table that are not in memory, in files.
+//
+//   append -> buffer -- full, or a snapshot --> sealed -- a thread sorts and writes it --> cold file
+//                 ^                                                                          |
+//                 +---- its live rows, once half of its rows are dead (compaction) ----------+
+//
+// A cold file is written once, from front to end, and never changed. Its rows are in the order of their
+// hashes. So a walk over all rows in that order reads each block of each file about once, whatever the number
+// of files, although the walk is cut into calls that keep no state.
+//
+//   head       one block: magic, version, sizes, table, number of the file
+//   rows       blocks of whole records; a record is hash, event time, epoch (16 bytes), and the row as the
+//              table stores it
+//   directory  blocks of the first 16 bytes of each record, in the same order: what expiry reads
+//
+// A block is 4 KiB, or more for rows that are longer. It begins with its checksum (CRC-32C), then the stamp
+// of the file and its own number, which the checksum covers: a torn block, a flipped bit and a block of
+// another place are all refused.
+//
+// Files are opened with O_DIRECT where there is such a thing, so the kernel caches none of them: what memory
+// this needs is what `stats` says. Only the index knows which rows are alive, and it is in memory: the files
+// of a process that died are worth nothing, unless a checkpoint has its own links to them.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "block_reader.h"
+#include "cold_index.h"
+#include "row_record.h"
+
+namespace monolith {
+
+struct ColdSpec {
+  std::string folder;            // exists, and is of this store alone
+  std::string table;             // its name, for the head of files and for errors
+  std::size_t row_bytes = 0;     // of a row as the table stores it, a multiple of 16
+  std::size_t buffer_bytes = 0;  // how many bytes of records are written as one file
+  std::size_t recent_bytes = 0;  // for rows that were read and may be wanted again at once
+};
+
+struct ColdStats {
+  std::uint64_t rows = 0, files = 0;
+  std::uint64_t bytes_index = 0, bytes_buffers = 0, bytes_recent = 0;  // memory
+  std::uint64_t bytes_files = 0, bytes_live = 0;                       // on disk
+  std::uint64_t rows_found = 0;                                        // by reads; of these
+  std::uint64_t rows_recent = 0;  //   from memory: a buffer, or rows that were read lately
+  std::uint64_t reads = 0, bytes_read = 0;
+  std::uint64_t rows_written = 0, bytes_written = 0;
+  std::uint64_t compactions = 0, rows_compacted = 0;
+};
+
+// A block of a cold file that was changed since, or cannot be read.
+class ColdDamage : public std::runtime_error {
+ public:
+  ColdDamage(std::string path, std::uint64_t offset, const std::string& reason)
+      : std::runtime_error(reason), path_(std::move(path)), offset_(offset) {}
+  const std::string& path() const { return path_; }
+  std::uint64_t offset() const { return offset_; }
+
+ private:
+  std::string path_;
+  std::uint64_t offset_;
+};
+
+struct ColdChunk {
+  std::vector<std::byte> records;  // in the order of their hashes
+  bool done = false;
+  std::uint64_t cursor = 0;  // the hash to continue from, unless done
+};
+
+// Thread-safe: any thread reads; calls that change which rows there are (append, forget, clear) come from one
+// thread at a time.
+class ColdStore {
+ public:
+  ColdStore(ColdSpec spec, std::shared_ptr<BlockReader> reader);
+  // Removes the files.
+  ~ColdStore();
+  ColdStore(const ColdStore&) = delete;
+
+  std::size_t record_bytes() const { return record_bytes_; }
+  std::size_t buffer_bytes() const { return rows_per_file_ * record_bytes_; }
+  std::size_t size() const;
+  ColdStats stats() const;
+
+  // Takes rows of ids that have none here: records side by side. Does not wait for the disk.
+  void append(std::span<const std::byte> records);
+  // Waits until no more than one full buffer is to be written; false if that takes longer.
+  bool wait_for_room(double seconds);
+  // Why the last attempt to write failed; empty if it did not.
+  std::string trouble() const;
+  // Writes what is buffered, and waits until it is written and nothing is left to compact. For tests.
+  void flush();
+
+  // While it lives no row changes its location.
+  class Still {
+   public:
+    explicit Still(ColdStore& store) : lock_(store.moves_) {}
+
+   private:
+    std::unique_lock<std::mutex> lock_;
+  };
+
+  // Copies the records of some hashes, in the order given; `locations` says where each is, 0 if it has none.
+  // With `remember`, rows from files are kept for a while, since they are likely to be wanted again.
+  void read(std::span<const std::uint64_t> hashes, std::byte* records, std::uint64_t* locations,
+            bool remember);
+  // Removes rows, if they are still at their locations; returns how many were.
+  std::size_t forget(std::span<const std::uint64_t> hashes, const std::uint64_t* locations);
+  // How many are at their locations.
+  std::size_t alive(std::span<const std::uint64_t> hashes, const std::uint64_t* locations) const;
+  // Up to `limit` rows with hashes from `cursor` to `last`; those of the snapshot, if wanted.
+  ColdChunk scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool of_snapshot);
+  // Calls each(heads, location of the first) for all rows, dead ones included, of files with rows that are
+  // not newer than `time`.
+  void heads(std::uint32_t time, const std::function<void(std::span<const RecordHead>, std::uint64_t)>& each);
+  void clear();
+
+  // Snapshots, one at a time: the rows of this moment stay readable until it is closed, at 8 bytes for each
+  // that is removed meanwhile.
+  void open_snapshot();
+  void close_snapshot();
+
+  std::string folder() const { return spec_.folder; }
+
+ private:
+  struct File;
+  struct Wanted {
+    std::uint64_t location;
+    std::uint64_t hash;
+    std::uint32_t position;  // among what the caller asked for
+    std::uint32_t file;      // among the files it holds on to
+  };
+  using Files = std::vector<std::shared_ptr<File>>;
+  class Blocks;  // aligned memory for a round of reads
+
+  static constexpr int kRowBits = 20;
+  static constexpr std::uint64_t kRowMask = (1 << kRowBits) - 1;
+
+  const std::byte* in_memory(std::uint64_t location) const;
+  void seal();
+  std::shared_ptr<File> add_file();
+  void release(const std::shared_ptr<File>& file);
+  void erase(std::uint64_t hash, std::uint64_t location);
+  void put(const std::byte* record);
+  // Reads the blocks of rows, each once, and calls each(wanted, record).
+  template <class Each>
+  void fetch(std::vector<Wanted>& wanted, const Files& files, Each&& each);
+  void check(const File& file, std::uint64_t block, const std::byte* bytes,
+             std::span<const Wanted> wanted) const;
+  std::uint64_t key_of(const File& file, std::uint64_t location) const;
+  bool of_snapshot(const File& file) const;
+
+  void serve();
+  void write(const std::shared_ptr<File>& sealed);
+  void write_file(File& file, const std::vector<const std::byte*>& records) const;
+  std::shared_ptr<File> worth_compacting() const;
+  void compact(const std::shared_ptr<File>& file);
+  bool pause(std::unique_lock<std::mutex>& lock, const std::string& trouble);
+
+  const ColdSpec spec_;
+  const std::shared_ptr<BlockReader> reader_;
+  const std::size_t record_bytes_;
+  const std::size_t block_bytes_;
+  const std::size_t rows_per_block_;
+  const std::size_t rows_per_file_;
+
+  // Order of locks: moves_, then mutex_.
+  std::mutex moves_;  // held while rows change their location, and by a Still
+
+  mutable std::mutex mutex_;  // guards all below
+  ColdIndex index_;
+  std::vector<std::shared_ptr<File>> files_;  // by the high bits of a location; 0 is none
+  std::vector<std::uint32_t> free_slots_;
+  std::shared_ptr<File> open_;  // takes what is appended
+  std::deque<std::shared_ptr<File>> sealed_;
+  std::uint64_t next_number_ = 1;
+  ColdStats counts_;
+  std::string trouble_;
+  std::size_t ripe_ = 0;  // files worth compacting
+  bool stopping_ = false, busy_ = false;
+  std::condition_variable work_, done_;
+
+  bool snapshot_open_ = false;
+  std::uint64_t mark_ = 0;                            // files with a smaller number are part of the snapshot
+  std::vector<std::vector<std::uint64_t>> captured_;  // by partition: entries of it that are gone since
+  std::vector<std::shared_ptr<File>> kept_;           // released, but for the snapshot
+
+  struct Recent {
+    std::mutex mutex;                 // guards what follows
+    std::vector<std::uint64_t> keys;  // number of the file and of the row; 0 is free
+    std::vector<std::byte> records;
+    std::vector<std::uint8_t> next;  // by set: which to replace
+  };
+  mutable Recent recent_;
+  bool recall(std::uint64_t key, std::uint64_t hash, std::byte* record) const;
+  void remember(std::uint64_t key, const std::byte* record);
+
+  std::mutex blocks_mutex_;                      // guards blocks_
+  std::vector<std::unique_ptr<Blocks>> blocks_;  // of earlier calls, for the next ones
+
+  std::thread thread_;
+};
+
+}  // namespace monolith

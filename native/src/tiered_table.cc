@@ -1,0 +1,352 @@
+#include "tiered_table.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+#include "digest.h"
+#include "hash.h"
+
+namespace monolith {
+namespace {
+
+constexpr std::size_t kMovedAtOnce = 16384;  // rows that move out by one call
+constexpr std::size_t kReadAtOnce = 65536;   // cold rows whose records are in memory at the same time
+constexpr std::uint64_t kLastHash = std::numeric_limits<std::uint64_t>::max();
+// Of the index, per row: slots of 16 bytes, of which half are free when a partition has just split; and the
+// count of uses.
+constexpr std::size_t kIndexBytes = 34;
+
+void show(const Entry& entry, const std::byte* row, float* values) {
+  if (!entry.serving() && entry.decays_lazily())
+    entry.read_decayed(row, values);
+  else
+    entry.read(row, values);
+  if (entry.has_view()) entry.view(values);
+}
+
+}  // namespace
+
+TieredTable::TieredTable(std::shared_ptr<Table> hot, const TieredSpec& spec, ColdSpec cold,
+                         std::shared_ptr<BlockReader> reader)
+    : hot_(std::move(hot)),
+      spec_(spec),
+      row_cost_(hot_->row_bytes() + kIndexBytes),
+      cold_(std::move(cold), std::move(reader)),
+      // A buffer that fills, one that is written, and one that waits.
+      fixed_bytes_(3 * cold_.buffer_bytes() + cold_.stats().bytes_recent + cold_.stats().bytes_index),
+      index_bytes_(spec_.memory_bytes / 16) {}
+
+std::uint64_t TieredTable::hot_rows_allowed() const {
+  const std::uint64_t beside = fixed_bytes_ + index_bytes_;
+  // An index that takes nearly all of the memory leaves a sixteenth: training continues, slowly.
+  const std::uint64_t left =
+      std::max(spec_.memory_bytes - std::min(spec_.memory_bytes, beside), spec_.memory_bytes / 16);
+  const std::uint64_t rows = std::max<std::uint64_t>(left / row_cost_, 1);
+  return spec_.most_hot_rows != 0 ? std::min(rows, spec_.most_hot_rows) : rows;
+}
+
+std::uint64_t TieredTable::cold_memory_bytes() const {
+  const ColdStats stats = cold_.stats();
+  return stats.bytes_index + stats.bytes_buffers + stats.bytes_recent + 2 * hot_->size();
+}
+
+bool TieredTable::must_shrink() const {
+  return shrinks_.load(std::memory_order_relaxed) && !snapshot_open_;
+}
+
+// ---- reading -------------------------------------------------------------------------------------
+
+// Calls use(position, head, row) for the ids that are not hot and have a cold row.
+template <class Use>
+void TieredTable::each_cold(std::span<const std::int64_t> ids, std::span<const std::uint8_t> hot,
+                            bool remember, const Use& use) {
+  if (cold_.size() == 0) return;
+  std::vector<std::uint64_t> hashes;
+  std::vector<std::size_t> places;
+  std::vector<std::uint64_t> locations;
+  std::vector<std::byte> records;
+  const std::size_t bytes = cold_.record_bytes();
+  const auto flush = [&] {
+    if (hashes.empty()) return;
+    records.resize(hashes.size() * bytes);
+    locations.resize(hashes.size());
+    cold_.read(hashes, records.data(), locations.data(), remember);
+    for (std::size_t i = 0; i < hashes.size(); ++i)
+      if (locations[i] != 0) {
+        const std::byte* const record = records.data() + i * bytes;
+        use(places[i], head_at(record), record + sizeof(RecordHead));
+      }
+    hashes.clear();
+    places.clear();
+  };
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (hot[i]) continue;
+    hashes.push_back(mix(ids[i]));
+    places.push_back(i);
+    if (hashes.size() == kReadAtOnce) flush();
+  }
+  flush();
+}
+
+void TieredTable::lookup(std::span<const std::int64_t> ids, float* out) {
+  const std::size_t dim = hot_->dim();
+  std::vector<std::uint8_t> found(ids.size());
+  const std::uint64_t moved = moved_in_.load();
+  if (hot_->lookup(ids, out, found.data()) == ids.size()) return;
+  each_cold(ids, found, true, [&](std::size_t i, const RecordHead&, const std::byte* row) {
+    show(hot_->entry(), row, out + i * dim);
+    found[i] = 1;
+  });
+  if (moved_in_.load() == moved) return;
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    if (!found[i]) lookup(ids.subspan(i, 1), out + i * dim);
+}
+
+void TieredTable::lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* told, std::int64_t* times,
+                              float* values, float* state) {
+  const std::size_t dim = hot_->dim();
+  const std::size_t state_dim = hot_->state_dim();
+  const Entry& entry = hot_->entry();
+  std::vector<std::uint8_t> found(ids.size());
+  const std::uint64_t moved = moved_in_.load();
+  hot_->lookup_rows(ids, found.data(), times, values, state);
+  each_cold(ids, found, true, [&](std::size_t i, const RecordHead& head, const std::byte* row) {
+    if (times != nullptr) times[i] = head.time;
+    if (values != nullptr) entry.read(row, values + i * dim);
+    if (state != nullptr) std::memcpy(state + i * state_dim, entry.state(row), state_dim * sizeof(float));
+    found[i] = 1;
+  });
+  if (moved_in_.load() != moved)
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      if (!found[i])
+        lookup_rows(ids.subspan(i, 1), &found[i], times != nullptr ? times + i : nullptr,
+                    values != nullptr ? values + i * dim : nullptr,
+                    state != nullptr ? state + i * state_dim : nullptr);
+  if (told != nullptr) std::copy(found.begin(), found.end(), told);
+}
+
+Chunk TieredTable::scan_cold(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool of_snapshot,
+                             bool changed_only) {
+  if (limit == 0) throw std::invalid_argument("scan: limit must be at least 1");
+  const ColdChunk found = cold_.scan(cursor, last, limit, of_snapshot);
+  const std::size_t bytes = cold_.record_bytes();
+  const std::size_t dim = hot_->dim();
+  const std::size_t state_dim = hot_->state_dim();
+  const std::size_t most = found.records.size() / bytes;
+  Chunk chunk;
+  chunk.ids.reset(new std::int64_t[most]);
+  chunk.times.reset(new std::int64_t[most]);
+  chunk.values.reset(new float[most * dim]);
+  chunk.state.reset(new float[most * state_dim]);
+  for (std::size_t i = 0; i < most; ++i) {
+    const std::byte* const record = found.records.data() + i * bytes;
+    const RecordHead head = head_at(record);
+    if (changed_only && head.epoch <= saved_) continue;
+    const std::byte* const row = record + sizeof(head);
+    const std::size_t at = chunk.rows++;
+    chunk.ids[at] = unmix(head.hash);
+    chunk.times[at] = head.time;
+    hot_->entry().read(row, chunk.values.get() + at * dim);
+    std::memcpy(chunk.state.get() + at * state_dim, hot_->entry().state(row), state_dim * sizeof(float));
+  }
+  chunk.done = found.done;
+  chunk.cursor = found.cursor;
+  return chunk;
+}
+
+void TieredTable::digests(std::span<const std::int64_t> buckets, std::uint64_t number, std::uint64_t total,
+                          std::uint64_t* sums) {
+  hot_->digests(buckets, number, total, sums);
+  constexpr int kShift = 64 - kBucketBits;
+  const std::size_t dim = hot_->dim();
+  for (std::size_t b = 0; b < buckets.size() && cold_.size() > 0; ++b) {
+    const auto bucket = static_cast<std::uint64_t>(buckets[b]);
+    const std::uint64_t last = (bucket << kShift) + ((std::uint64_t{1} << kShift) - 1);
+    for (std::uint64_t cursor = bucket << kShift;;) {
+      const Chunk chunk = scan_cold(cursor, last, kReadAtOnce, false, false);
+      for (std::size_t i = 0; i < chunk.rows; ++i)
+        if (static_cast<std::uint64_t>(chunk.ids[i]) % total == number)
+          sums[b] += row_digest(chunk.ids[i], {chunk.values.get() + i * dim, dim});
+      if (chunk.done) break;
+      cursor = chunk.cursor;
+    }
+  }
+}
+
+// ---- moving --------------------------------------------------------------------------------------
+
+std::size_t TieredTable::count_missing(std::span<const std::int64_t> ids) {
+  std::vector<std::uint8_t> found(ids.size());
+  hot_->count_uses(ids, found.data());
+  missing_.clear();
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    if (!found[i]) missing_.push_back(mix(ids[i]));
+  std::sort(missing_.begin(), missing_.end());
+  missing_.erase(std::unique(missing_.begin(), missing_.end()), missing_.end());
+  return missing_.size();
+}
+
+std::size_t TieredTable::move_out(std::size_t count) {
+  std::vector<std::byte> records = hot_->idle_rows(count);
+  if (records.empty()) return 0;
+  const std::size_t bytes = cold_.record_bytes();
+  std::vector<std::byte> kept = records;  // as the cold store is to have them
+  for (std::size_t at = 0; at < kept.size(); at += bytes) {
+    RecordHead head = head_at(kept.data() + at);
+    head.epoch = epoch_of(head.epoch);
+    std::memcpy(kept.data() + at, &head, sizeof(head));
+  }
+  cold_.append(kept);
+  hot_->move_out(records);
+  const std::uint64_t index = cold_.stats().bytes_index;
+  if (index > index_bytes_ && index_bytes_ < spec_.memory_bytes) {
+    // By large steps: with each of them the hot table starts anew.
+    index_bytes_ = std::min<std::uint64_t>(index_bytes_ + index_bytes_ / 5 * 2, spec_.memory_bytes);
+    shrinks_ = hot_->stats().bytes_total > hot_rows_allowed() * row_cost_;
+  }
+  return records.size() / bytes;
+}
+
+std::size_t TieredTable::spill(std::size_t incoming) {
+  const std::uint64_t allowed = hot_rows_allowed();
+  const std::uint64_t rows = hot_->size() + incoming;
+  if (rows <= allowed) return 0;
+  // More than is missing, so that the next batches find room.
+  const std::uint64_t wanted = rows - allowed + allowed / 64;
+  const std::size_t moved = move_out(std::min<std::uint64_t>(wanted, kMovedAtOnce));
+  return moved == 0 || moved >= rows - allowed ? 0 : rows - allowed - moved;
+}
+
+std::size_t TieredTable::spill_all() {
+  hot_->count_uses({}, nullptr);  // no row is in use
+  if (move_out(kMovedAtOnce) == 0) shrinks_ = false;
+  return hot_->size();
+}
+
+void TieredTable::bring() {
+  if (missing_.empty() || cold_.size() == 0) return;
+  const std::size_t bytes = cold_.record_bytes();
+  std::vector<std::byte> records;
+  std::vector<std::uint64_t> locations;
+  for (std::size_t at = 0; at < missing_.size(); at += kReadAtOnce) {
+    const std::span<const std::uint64_t> hashes(missing_.data() + at,
+                                                std::min(kReadAtOnce, missing_.size() - at));
+    records.resize(hashes.size() * bytes);
+    locations.resize(hashes.size());
+    const ColdStore::Still still(cold_);
+    cold_.read(hashes, records.data(), locations.data(), false);
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < hashes.size(); ++i) {
+      if (locations[i] == 0) continue;
+      std::byte* const to = records.data() + count++ * bytes;
+      if (to != records.data() + i * bytes) std::memcpy(to, records.data() + i * bytes, bytes);
+      RecordHead head = head_at(to);
+      head.epoch = change_of(head.epoch);
+      std::memcpy(to, &head, sizeof(head));
+    }
+    if (count == 0) continue;
+    hot_->move_in(std::span(records).first(count * bytes));
+    moved_in_.fetch_add(1);  // before they leave: a reader that misses a row in both tiers sees this
+    cold_.forget(hashes, locations.data());
+  }
+  missing_.clear();
+}
+
+// ---- expiry --------------------------------------------------------------------------------------
+
+template <class Each>
+void TieredTable::each_expired(std::int64_t now, const Each& each) {
+  const std::int64_t newest =
+      std::min<std::int64_t>(hot_->newest_expired(now), std::numeric_limits<std::uint32_t>::max());
+  if (newest < 0) return;
+  std::vector<std::uint64_t> hashes, locations;
+  const ColdStore::Still still(cold_);
+  cold_.heads(static_cast<std::uint32_t>(newest),
+              [&](std::span<const RecordHead> heads, std::uint64_t location) {
+                hashes.clear();
+                locations.clear();
+                for (std::size_t i = 0; i < heads.size(); ++i)
+                  if (hot_->expired(heads[i].hash, heads[i].time, now)) {
+                    hashes.push_back(heads[i].hash);
+                    locations.push_back(location + i);
+                  }
+                each(hashes, locations);
+              });
+}
+
+std::size_t TieredTable::count_expired(std::int64_t now) {
+  std::size_t count = hot_->count_expired(now);
+  each_expired(now, [&](const auto& hashes, const auto& locations) {
+    count += cold_.alive(hashes, locations.data());
+  });
+  return count;
+}
+
+std::size_t TieredTable::evict(std::int64_t now) {
+  std::size_t count = hot_->evict(now);
+  each_expired(now, [&](std::vector<std::uint64_t>& hashes, const std::vector<std::uint64_t>& locations) {
+    std::vector<std::uint64_t> gone;
+    for (std::size_t i = 0; i < hashes.size(); ++i)
+      if (cold_.forget({&hashes[i], 1}, &locations[i]) == 1) gone.push_back(hashes[i]);
+    hot_->note_removals_elsewhere(gone);
+    evicted_ += gone.size();
+    count += gone.size();
+  });
+  return count;
+}
+
+// ---- whole tables, and what changed --------------------------------------------------------------
+
+void TieredTable::clear(std::size_t rows) {
+  if (snapshot_open_) throw std::invalid_argument("clear: a snapshot of this table is open; close it first");
+  // Subscribers have to be told of cold rows by ID, as of hot ones.
+  if (hot_->touches()) {
+    std::vector<std::uint64_t> gone;
+    for (std::uint64_t cursor = 0;;) {
+      const ColdChunk chunk = cold_.scan(cursor, kLastHash, kReadAtOnce, false);
+      gone.clear();
+      for (std::size_t at = 0; at < chunk.records.size(); at += cold_.record_bytes())
+        gone.push_back(hash_at(chunk.records.data() + at));
+      hot_->note_removals_elsewhere(gone);
+      if (chunk.done) break;
+      cursor = chunk.cursor;
+    }
+  }
+  hot_->clear(std::min<std::uint64_t>(rows, hot_rows_allowed()));
+  cold_.clear();
+  index_bytes_ = spec_.memory_bytes / 16;
+  shrinks_ = false;
+}
+
+std::uint32_t TieredTable::epoch_of(std::uint32_t change) const {
+  if (!tracked_ || change == kUnchanged) return 0;
+  return epoch_ - (change == kChanged ? 0 : 1);
+}
+
+std::uint32_t TieredTable::change_of(std::uint32_t epoch) const {
+  if (!tracked_ || epoch <= saved_) return kUnchanged;
+  return snapshot_open_ && epoch < epoch_ ? kChangedBeforeSnapshot : kChanged;
+}
+
+void TieredTable::track_changes(bool on) {
+  hot_->track_changes(on);
+  saved_ = epoch_++;
+  tracked_ = on;
+}
+
+std::size_t TieredTable::open_snapshot() {
+  cold_.open_snapshot();
+  snapshot_open_ = true;
+  ++epoch_;
+  return cold_.size();
+}
+
+void TieredTable::close_snapshot(bool saved) {
+  if (!snapshot_open_.exchange(false)) return;
+  if (saved) saved_ = epoch_ - 1;
+  cold_.close_snapshot();
+}
+
+}  // namespace monolith

@@ -1,0 +1,390 @@
+// Rows in files: found again whatever is written, compacted, torn or removed meanwhile.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "cold_store.h"
+#include "hash.h"
+
+namespace {
+
+using namespace monolith;
+namespace fs = std::filesystem;
+
+constexpr std::size_t kRow = 32;
+
+// A folder of its own, gone at the end.
+class Folder {
+ public:
+  Folder() {
+    std::string name = (fs::temp_directory_path() / "monolith-cold-XXXXXX").string();
+    if (mkdtemp(name.data()) == nullptr) throw std::runtime_error("no temporary folder");
+    path_ = name;
+  }
+  ~Folder() { fs::remove_all(path_); }
+  const std::string& path() const { return path_; }
+  std::vector<std::string> files() const {
+    std::vector<std::string> found;
+    for (const auto& one : fs::directory_iterator(path_)) found.push_back(one.path().string());
+    return found;
+  }
+
+ private:
+  std::string path_;
+};
+
+ColdSpec spec(const Folder& folder, std::size_t buffer = 64 << 10, std::size_t row = kRow) {
+  return {folder.path(), "item", row, buffer, 0};
+}
+
+// The record of an ID; its bytes say which ID and which version it is of.
+std::vector<std::byte> record(std::int64_t id, std::uint32_t version, std::size_t row = kRow) {
+  std::vector<std::byte> bytes(sizeof(RecordHead) + row);
+  const RecordHead head{mix(static_cast<std::uint64_t>(id)), version, 0};
+  std::memcpy(bytes.data(), &head, sizeof(head));
+  for (std::size_t i = sizeof(head); i < bytes.size(); ++i)
+    bytes[i] = static_cast<std::byte>(static_cast<std::uint64_t>(id) * 31 + version * 7 + i);
+  return bytes;
+}
+
+void put(ColdStore& store, const std::vector<std::int64_t>& ids, std::uint32_t version,
+         std::size_t row = kRow) {
+  std::vector<std::byte> all;
+  for (const std::int64_t id : ids) {
+    const auto one = record(id, version, row);
+    all.insert(all.end(), one.begin(), one.end());
+  }
+  while (!store.wait_for_room(1)) {
+  }
+  store.append(all);
+}
+
+struct Answer {
+  std::vector<std::byte> records;
+  std::vector<std::uint64_t> hashes, locations;
+};
+
+Answer get(ColdStore& store, const std::vector<std::int64_t>& ids) {
+  Answer answer;
+  for (const std::int64_t id : ids) answer.hashes.push_back(mix(static_cast<std::uint64_t>(id)));
+  answer.records.resize(ids.size() * store.record_bytes());
+  answer.locations.resize(ids.size());
+  store.read(answer.hashes, answer.records.data(), answer.locations.data(), false);
+  return answer;
+}
+
+std::vector<std::int64_t> range(std::int64_t first, std::int64_t end) {
+  std::vector<std::int64_t> ids;
+  for (; first < end; ++first) ids.push_back(first);
+  return ids;
+}
+
+bool is(const Answer& answer, std::size_t i, const std::vector<std::byte>& expected) {
+  return answer.locations[i] != 0 &&
+         std::memcmp(answer.records.data() + i * expected.size(), expected.data(), expected.size()) == 0;
+}
+
+void rows_are_found_in_the_buffer_and_in_files() {
+  for (const std::size_t row : {std::size_t{16}, kRow, std::size_t{400}, std::size_t{6000}}) {
+    const Folder folder;
+    ColdStore store(spec(folder, 64 << 10, row), std::make_shared<BlockReader>(4));
+    const auto ids = range(-50, 950);
+    put(store, ids, 1, row);
+    for (int again = 0; again < 2; ++again) {
+      const Answer answer = get(store, ids);
+      bool all = true;
+      for (std::size_t i = 0; i < ids.size(); ++i) all &= is(answer, i, record(ids[i], 1, row));
+      CHECK(all);
+      CHECK(get(store, {5000}).locations[0] == 0);
+      store.flush();
+    }
+    CHECK_EQUAL(store.stats().bytes_buffers, 0u);
+    CHECK(store.stats().files > 0);
+  }
+}
+
+void a_walk_is_in_the_order_of_hashes_and_meets_each_row_once() {
+  const Folder folder;
+  ColdStore store(spec(folder), std::make_shared<BlockReader>(4));
+  put(store, range(0, 20'000), 1);
+  store.flush();
+  put(store, range(20'000, 20'500), 1);
+  for (const std::size_t limit : {1000u, 7919u, 100'000u}) {
+    std::size_t count = 0;
+    std::uint64_t before = 0;
+    bool ordered = true;
+    for (std::uint64_t cursor = 0;;) {
+      const ColdChunk chunk = store.scan(cursor, ~std::uint64_t{0}, limit, false);
+      CHECK(chunk.records.size() <= limit * store.record_bytes());
+      for (std::size_t at = 0; at < chunk.records.size(); at += store.record_bytes()) {
+        const std::uint64_t hash = hash_at(chunk.records.data() + at);
+        ordered &= count == 0 || hash > before;
+        before = hash;
+        ++count;
+      }
+      if (chunk.done) break;
+      cursor = chunk.cursor;
+    }
+    CHECK_EQUAL(count, 20'500u);
+    CHECK(ordered);
+  }
+}
+
+void rows_come_and_go_as_in_a_map() {
+  const Folder folder;
+  ColdStore store(spec(folder, 16 << 10), std::make_shared<BlockReader>(4));
+  std::map<std::int64_t, std::uint32_t> truth;
+  std::mt19937_64 random(1);
+  for (std::uint32_t step = 1; step < 300; ++step) {
+    std::vector<std::int64_t> batch;
+    for (int i = 0; i < 100; ++i) batch.push_back(static_cast<std::int64_t>(random() % 5000));
+    std::sort(batch.begin(), batch.end());
+    batch.erase(std::unique(batch.begin(), batch.end()), batch.end());
+    {
+      const ColdStore::Still still(store);
+      const Answer answer = get(store, batch);
+      bool right = true;
+      std::size_t there = 0;
+      for (std::size_t i = 0; i < batch.size(); ++i) {
+        const auto known = truth.find(batch[i]);
+        there += known != truth.end();
+        right &=
+            known == truth.end() ? answer.locations[i] == 0 : is(answer, i, record(batch[i], known->second));
+      }
+      CHECK(right);
+      CHECK_EQUAL(store.forget(answer.hashes, answer.locations.data()), there);
+    }
+    for (const std::int64_t id : batch) truth.erase(id);
+    if (step % 5 != 0) {
+      put(store, batch, step);
+      for (const std::int64_t id : batch) truth[id] = step;
+    }
+    if (step % 50 == 0) store.flush();
+    CHECK_EQUAL(store.size(), truth.size());
+  }
+  store.flush();
+  CHECK(store.stats().compactions > 0);
+  // Files whose rows are mostly dead are gone: what is left is at most twice as large, and heads and ends.
+  const ColdStats stats = store.stats();
+  CHECK(stats.bytes_files < 3 * stats.rows * store.record_bytes() + 8 * 4096 * stats.files);
+  CHECK_EQUAL(folder.files().size(), stats.files);
+}
+
+void readers_find_every_row_while_files_are_compacted() {
+  const Folder folder;
+  ColdStore store(spec(folder, 16 << 10), std::make_shared<BlockReader>(4));
+  const auto kept = range(0, 500);
+  put(store, kept, 9);
+  std::atomic<bool> stop{false};
+  std::atomic<int> lost{0};
+  std::vector<std::thread> readers;
+  for (int t = 0; t < 2; ++t)
+    readers.emplace_back([&] {
+      while (!stop) {
+        const Answer answer = get(store, kept);
+        for (std::size_t i = 0; i < kept.size(); ++i)
+          if (!is(answer, i, record(kept[i], 9))) ++lost;
+      }
+    });
+  // Rows between them come and go, so that the files of those that stay are compacted again and again.
+  for (std::uint32_t round = 0; round < 40; ++round) {
+    const auto passing = range(10'000, 12'000);
+    put(store, passing, round);
+    const ColdStore::Still still(store);
+    const Answer answer = get(store, passing);
+    store.forget(answer.hashes, answer.locations.data());
+  }
+  store.flush();
+  stop = true;
+  for (std::thread& reader : readers) reader.join();
+  CHECK_EQUAL(lost.load(), 0);
+  CHECK_EQUAL(store.size(), kept.size());
+}
+
+void a_snapshot_keeps_the_rows_of_its_moment() {
+  const Folder folder;
+  ColdStore store(spec(folder, 16 << 10), std::make_shared<BlockReader>(4));
+  put(store, range(0, 3000), 1);
+  store.open_snapshot();
+  const auto gone = range(0, 2000);
+  {
+    const ColdStore::Still still(store);
+    const Answer answer = get(store, gone);
+    CHECK_EQUAL(store.forget(answer.hashes, answer.locations.data()), gone.size());
+  }
+  put(store, range(1000, 1500), 2);
+  put(store, range(5000, 9000), 2);
+  for (int again = 0; again < 2; ++again) {
+    std::map<std::int64_t, std::uint32_t> seen;
+    for (std::uint64_t cursor = 0;;) {
+      const ColdChunk chunk = store.scan(cursor, ~std::uint64_t{0}, 700, true);
+      for (std::size_t at = 0; at < chunk.records.size(); at += store.record_bytes()) {
+        const RecordHead head = head_at(chunk.records.data() + at);
+        CHECK(seen.emplace(unmix(head.hash), head.time).second);
+      }
+      if (chunk.done) break;
+      cursor = chunk.cursor;
+    }
+    CHECK_EQUAL(seen.size(), 3000u);
+    bool old = true;
+    for (const auto& [id, version] : seen) old &= id < 3000 && version == 1;
+    CHECK(old);
+    while (!store.wait_for_room(1)) {
+    }
+  }
+  store.close_snapshot();
+  store.flush();
+  CHECK_EQUAL(store.size(), 5500u);
+  CHECK_THROWS(std::invalid_argument, "closed", store.scan(0, 1, 1, true));
+}
+
+// Every way in which a file may be other than it was written is an error that names file and offset.
+void a_damaged_block_is_refused_by_name() {
+  const Folder folder;
+  ColdStore store(spec(folder, 32 << 10), std::make_shared<BlockReader>(4));
+  const auto ids = range(0, 600);
+  put(store, ids, 1);
+  store.flush();
+  CHECK_EQUAL(folder.files().size(), 1u);
+  const std::string path = folder.files()[0];
+  const auto size = fs::file_size(path);
+  std::string whole(size, '\0');
+  std::ifstream(path, std::ios::binary).read(whole.data(), static_cast<std::streamsize>(size));
+  const auto overwrite = [&](const std::string& content) {
+    const int file = ::open(path.c_str(), O_WRONLY | O_TRUNC);
+    CHECK_EQUAL(::write(file, content.data(), content.size()), static_cast<ssize_t>(content.size()));
+    ::close(file);
+  };
+  const auto damage = [&](std::uint64_t least) {
+    try {
+      get(store, ids);
+    } catch (const ColdDamage& found) {
+      CHECK_EQUAL(found.path(), path);
+      CHECK(found.offset() >= least && found.offset() % 4096 == 0);
+      return true;
+    }
+    return false;
+  };
+  CHECK(!damage(0));
+  std::mt19937_64 random(2);
+  const std::uint64_t rows_end = 4096 * (1 + (600 * store.record_bytes() + 4095) / 4080);
+  for (int i = 0; i < 30; ++i) {  // a flipped bit
+    const std::uint64_t at = 4096 + random() % (rows_end - 8192);
+    std::string torn = whole;
+    torn[at] = static_cast<char>(torn[at] ^ 1 << random() % 8);
+    overwrite(torn);
+    CHECK(damage(at / 4096 * 4096));
+  }
+  for (int i = 0; i < 10; ++i) {  // cut off anywhere
+    overwrite(whole.substr(0, random() % (rows_end - 8192)));
+    CHECK(damage(0));
+  }
+  std::string swapped = whole;  // a block of another place, whole by itself
+  std::swap_ranges(swapped.begin() + 4096, swapped.begin() + 8192, swapped.begin() + 8192);
+  overwrite(swapped);
+  CHECK(damage(4096));
+  overwrite(whole);
+  CHECK(!damage(0));
+}
+
+void files_go_with_their_store() {
+  const Folder folder;
+  {
+    ColdStore store(spec(folder), std::make_shared<BlockReader>(4));
+    put(store, range(0, 10'000), 1);
+    store.flush();
+    CHECK(!folder.files().empty());
+  }
+  CHECK(folder.files().empty());
+}
+
+void while_nothing_can_be_written_no_row_is_lost() {
+  const Folder folder;
+  ColdStore store(spec(folder, 16 << 10), std::make_shared<BlockReader>(4));
+  const std::string moved = folder.path() + "-moved";
+  fs::rename(folder.path(), moved);  // as good as a full disk: files cannot be made
+  const auto ids = range(0, 2000);
+  std::vector<std::byte> all;
+  for (const std::int64_t id : ids) {
+    const auto one = record(id, 1);
+    all.insert(all.end(), one.begin(), one.end());
+  }
+  store.append(all);
+  CHECK(!store.wait_for_room(0.1));
+  while (store.trouble().empty()) std::this_thread::yield();
+  CHECK(store.trouble().find("cannot create") != std::string::npos);
+  const Answer before = get(store, ids);
+  CHECK(is(before, 1999, record(1999, 1)));
+  fs::rename(moved, folder.path());
+  store.flush();
+  CHECK_EQUAL(store.trouble(), "");
+  const Answer after = get(store, ids);
+  bool all_there = true;
+  for (std::size_t i = 0; i < ids.size(); ++i) all_there &= is(after, i, record(ids[i], 1));
+  CHECK(all_there);
+}
+
+void the_index_finds_what_was_put_into_it() {
+  ColdIndex index;
+  std::mt19937_64 random(3);
+  std::map<std::uint64_t, std::uint64_t> truth;  // location to hash
+  std::uint64_t next = 1;
+  for (int i = 0; i < 400'000; ++i) {
+    if (truth.empty() || random() % 3 != 0) {
+      // Few partitions, and few tags: many entries share one.
+      const std::uint64_t hash = (random() % 3 << 62) | (random() % 5000 << 28);
+      index.insert(hash, next);
+      truth[next++] = hash;
+    } else {
+      auto some = truth.lower_bound(random() % next);
+      if (some == truth.end()) some = truth.begin();
+      CHECK(index.erase(some->second, some->first));
+      CHECK(!index.erase(some->second, some->first));
+      truth.erase(some);
+    }
+  }
+  CHECK_EQUAL(index.size(), truth.size());
+  bool all = true;
+  for (const auto& [location, hash] : truth) all &= index.contains(hash, location);
+  CHECK(all);
+  std::size_t walked = 0;
+  bool ascending = true;
+  for (std::size_t part = 0; part < 1u << ColdIndex::kPartitionBits; ++part) {
+    std::uint64_t before = 0;
+    index.walk(part, 0, [&](std::uint64_t entry) {
+      ascending &= entry > before;
+      before = entry;
+      ++walked;
+      return true;
+    });
+  }
+  CHECK_EQUAL(walked, truth.size());
+  CHECK(ascending);
+}
+
+}  // namespace
+
+int main() {
+  return monolith::check::run({
+      {"the index finds what was put into it", the_index_finds_what_was_put_into_it},
+      {"rows are found in the buffer and in files", rows_are_found_in_the_buffer_and_in_files},
+      {"a walk is in the order of hashes and meets each row once",
+       a_walk_is_in_the_order_of_hashes_and_meets_each_row_once},
+      {"rows come and go as in a map", rows_come_and_go_as_in_a_map},
+      {"readers find every row while files are compacted", readers_find_every_row_while_files_are_compacted},
+      {"a snapshot keeps the rows of its moment", a_snapshot_keeps_the_rows_of_its_moment},
+      {"a damaged block is refused by name", a_damaged_block_is_refused_by_name},
+      {"files go with their store", files_go_with_their_store},
+      {"while nothing can be written no row is lost", while_nothing_can_be_written_no_row_is_lost},
+  });
+}

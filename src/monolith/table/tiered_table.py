@@ -1,0 +1,554 @@
+"""TieredTable: a table whose hot rows are in memory and all others in files.
+
+    config = TableConfig(name="item", segments=segments, storage="tiered", memory_bytes=4 << 30)
+    table = TieredTable(config)
+
+A row is hot or cold, never both. A batch that is written has its cold rows moved in first, with their state
+and times; the rows that were used least move out for them, many at a time. Looking up moves nothing: a cold
+row is read and kept for a while, since training is likely to write it next.
+
+    written by a batch --> hot ---- used least, and memory_bytes is spent ----> cold
+                            ^                                                     |
+                            +------------- in a batch that is written ------------+
+
+What stays in memory for a cold row is 9 to 10 bytes of an index. Its files are in a folder of this process
+and are worth nothing without that index: a checkpoint reads the rows, and a restore writes them again. The
+files of a process that was killed are removed by the next table in the same `storage_dir`.
+
+The core of it is in `native/src/tiered_table.h` and `cold_store.h`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Unpack
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith import native
+from monolith.errors import (
+    ConfigError,
+    CorruptFileError,
+    FilesystemError,
+    TableArgumentError,
+    TableClosedError,
+)
+from monolith.table import arguments
+from monolith.table.admission import AdmissionFilter
+from monolith.table.config import TableConfig
+from monolith.table.native_table import NativeTable, NativeTableSnapshot
+from monolith.table.table import Rows, Scan, TableStats, joined_scan
+from monolith.table.touched_keys import TouchedKeySet
+
+_PARTS = 32  # one in so many of the memory's bytes is a buffer of rows that are written as one file
+_MOST_BUFFER_BYTES = 64 << 20
+_LEAST_BUFFER_BYTES = 64 << 10
+_RECENT = 16  # one in so many is for cold rows that were read lately
+_SAY_AGAIN = 30.0  # seconds between two log lines about a disk that takes no rows
+_LAST_HASH = (1 << 64) - 1
+
+_log = logging.getLogger(__name__)
+
+
+class TieredTable:
+    """A `Table` in memory and in files. Thread-safe: writers take turns, and lookups do not wait for them.
+
+    Shapes: n ids of a call, dim floats of an embedding, state_dim floats of optimizer state.
+
+    While the disk takes no rows (it is full, for example), writers wait, and a warning says why.
+
+    Args:
+        config: With `storage="tiered"`; `memory_bytes` is for hot rows, the index of cold ones, and buffers.
+        admission: Asked about ids without a row before they are given one; None admits all.
+        touched: Gets the ids whose rows change or are removed; see `touch`.
+        workers: Threads that share large batches; None works on the calling thread alone.
+        reader: Threads that read files. Tables of a process may share them; None makes some.
+        most_hot_rows: Fewer hot rows than `memory_bytes` allows: for tests.
+
+    Raises:
+        ConfigError: The config is of a table in memory.
+        FilesystemError: There can be no files in `storage_dir`.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Segment, TableConfig
+        >>> from monolith.table import TieredTable
+        >>> segments = (Segment(dim=2),)
+        >>> config = TableConfig(name="item", segments=segments, storage="tiered", memory_bytes=16 << 20)
+        >>> table = TieredTable(config)
+        >>> table.assign(torch.tensor([7, 8]), torch.ones(2, 2))  # n = 2, dim = 2
+        >>> stats = table.stats()
+        >>> stats.rows, stats.cold_rows
+        (2, 0)
+        >>> table.close()
+    """
+
+    def __init__(
+        self,
+        config: TableConfig,
+        *,
+        admission: AdmissionFilter | None = None,
+        touched: TouchedKeySet | None = None,
+        workers: native.Workers | None = None,
+        reader: native.BlockReader | None = None,
+        most_hot_rows: int = 0,
+    ) -> None:
+        if config.storage != "tiered" or config.memory_bytes is None:
+            raise ConfigError(
+                f"table {config.name!r}: a TieredTable needs storage='tiered' and memory_bytes, got "
+                f"storage={config.storage!r}"
+            )
+        self._config = config
+        in_memory = replace(config, storage="memory", memory_bytes=None, storage_dir=None, initial_rows=0)
+        self._hot = NativeTable(in_memory, admission=admission, touched=touched, workers=workers)
+        self._folder = _OwnFolder(config)
+        self._core: native.TieredTable | None = native.TieredTable(
+            hot=self._hot.core,
+            reader=native.BlockReader() if reader is None else reader,
+            folder=str(self._folder.path),
+            name=config.name,
+            memory_bytes=config.memory_bytes,
+            most_hot_rows=most_hot_rows,
+            buffer_bytes=min(_MOST_BUFFER_BYTES, max(_LEAST_BUFFER_BYTES, config.memory_bytes // _PARTS)),
+            recent_bytes=config.memory_bytes // _RECENT,
+        )
+        self._warned = False
+        self._lock = threading.Lock()
+        self._thawed = threading.Condition(self._lock)
+        self._frozen = 0  # guarded by the lock
+
+    @property
+    def config(self) -> TableConfig:
+        return self._config
+
+    @property
+    def dim(self) -> int:
+        return self._config.dim
+
+    @property
+    def state_dim(self) -> int:
+        return self._config.state_dim
+
+    @property
+    def core(self) -> native.TieredTable:
+        """The compiled table."""
+        core = self._core
+        if core is None:
+            raise TableClosedError(f"table {self._config.name!r} was closed")
+        return core
+
+    @property
+    def cuda(self) -> None:
+        return None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its files, which is removed when the table is closed."""
+        return self._folder.path
+
+    def __len__(self) -> int:
+        with self._open() as core:
+            return len(self._hot) + core.cold_rows
+
+    # Reading
+
+    def lookup(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        core = self.core
+        keys = arguments.id_array(ids)
+        answer, values = arguments.out_array(out, len(keys), self.dim)
+        with _errors():
+            core.lookup(keys, values)
+        return answer
+
+    def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Rows]:
+        core = self.core
+        keys = arguments.id_array(ids)
+        found = np.empty(len(keys), np.uint8)
+        times = np.empty(len(keys), np.int64)
+        values = np.empty((len(keys), self.dim), np.float32)
+        state = np.empty((len(keys), self.state_dim), np.float32)
+        with _errors():
+            core.lookup_rows(keys, found, times, values, state)
+        columns = (keys.copy(), times, values, state)
+        return _mask(found), Rows(*(torch.from_numpy(column) for column in columns))
+
+    def contains(self, ids: Tensor) -> Tensor:
+        core = self.core
+        keys = arguments.id_array(ids)
+        found = np.empty(len(keys), np.uint8)
+        with _errors():
+            core.contains(keys, found)
+        return _mask(found)
+
+    # Writing
+
+    def assign(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
+        with self._writing(ids):
+            self._hot.assign(ids, values, event_time=event_time)
+
+    def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
+        with self._writing(ids):
+            self._hot.assign_add(ids, values, event_time=event_time)
+
+    def apply_gradients(
+        self, ids: Tensor, gradients: Tensor, **options: Unpack[arguments.UpdateOptions]
+    ) -> None:
+        with self._writing(ids):
+            self._hot.apply_gradients(ids, gradients, **options)
+
+    def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
+        with self._writing(ids):
+            return self._hot.reinitialize(ids, now=now)
+
+    def remove(self, ids: Tensor) -> int:
+        with self._writing(ids):
+            return self._hot.remove(ids)
+
+    def restore(self, rows: Rows) -> None:
+        arguments.row_arrays(rows, self._config)  # refuses rows that do not fit before any moves
+        with self._writing(rows.ids):
+            self._hot.restore(rows)
+
+    def count_expired(self, now: int) -> int:
+        with self._open() as core, _errors():
+            return core.count_expired(now)
+
+    def evict(self, now: int | None = None) -> int:
+        with self._open(writing=True) as core, _errors():
+            return core.evict(self._hot.core.max_event_time if now is None else now)
+
+    # Whole tables
+
+    def scan(
+        self, cursor: int | None = None, *, limit: int = 65536, shard: int = 0, num_shards: int = 1
+    ) -> Scan:
+        """Return rows in the order of their hashes: a shard is a range of hashes, a cursor the next one."""
+        with self._open() as core:
+            begin, end = arguments.scan_range(cursor, limit, shard, num_shards)
+            hot = self._hot.scan(cursor, limit=limit, shard=shard, num_shards=num_shards)
+            return joined_scan([hot, _cold_rows(core, begin, end, limit)], limit)
+
+    def clear(self, *, expect_rows: int = 0) -> None:
+        with self._open(writing=True) as core, _errors():
+            core.clear(expect_rows)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Pause writers while the block runs; readers continue. Nests."""
+        with self._open():
+            self._frozen += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._frozen -= 1
+                self._thawed.notify_all()
+
+    def snapshot(self) -> TieredTableSnapshot:
+        """Open a snapshot; waits for the write in progress, not longer."""
+        with self._open():
+            return TieredTableSnapshot(self, self._hot, self._lock)
+
+    def track_changes(self, on: bool = True) -> None:
+        with self._open() as core:
+            core.track_changes(on)
+
+    def touch(self, touched: TouchedKeySet) -> None:
+        with self._open():
+            self._hot.touch(touched)
+
+    def untouch(self, touched: TouchedKeySet) -> None:
+        with self._open():
+            self._hot.untouch(touched)
+
+    def digests(self, buckets: Tensor, *, share: tuple[int, int] = (0, 1)) -> Tensor:
+        keys = arguments.id_array(buckets, "buckets")
+        sums = np.empty(len(keys), np.uint64)
+        with self._open() as core, _errors():
+            core.digests(keys, *share, sums)
+        return torch.from_numpy(sums.view(np.int64))
+
+    @property
+    def scales(self) -> list[float]:
+        """One per segment: how steep a one_bit segment has become."""
+        return self._hot.scales
+
+    def set_scales(self, scales: list[float]) -> None:
+        self._hot.set_scales(scales)
+
+    def stats(self) -> TableStats:
+        """Return the sizes of both tiers; `bytes_*` are of memory, and the fields `cold_*` of files."""
+        with self._open() as core:
+            hot, cold = self._hot.stats(), core.stats()
+            return replace(
+                hot,
+                rows=hot.rows + cold.rows,
+                bytes_total=hot.bytes_total + core.cold_memory_bytes,
+                bytes_index=hot.bytes_index + cold.bytes_index,
+                evicted=hot.evicted + core.evicted,
+                cold_rows=cold.rows,
+                cold_bytes=cold.bytes_files,
+                cold_found=cold.rows_found,
+                cold_found_in_memory=cold.rows_recent,
+                cold_bytes_read=cold.bytes_read,
+                cold_bytes_written=cold.bytes_written,
+                compactions=cold.compactions,
+            )
+
+    def flush(self) -> None:
+        """Wait until rows that moved out are in files, and files that are mostly dead are gone: for tests."""
+        with self._open() as core:
+            core.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._core is None:
+                return
+            self._core = None  # calls still running hold on to it; the last one removes the files
+            self._hot.close()
+            self._folder.remove()
+
+    # Inside
+
+    @contextmanager
+    def _open(self, *, writing: bool = False) -> Iterator[native.TieredTable]:
+        with self._lock:
+            if writing:
+                self._thawed.wait_for(lambda: not self._frozen)
+            yield self.core
+
+    @contextmanager
+    def _writing(self, ids: Tensor) -> Iterator[None]:
+        """Have all rows of a batch be hot while it is written."""
+        with self._open(writing=True) as core:
+            keys = arguments.id_array(ids)
+            if core.must_shrink:
+                self._shrink(core)
+            with _errors():
+                missing = core.count_missing(keys)
+                self._make_room(core, missing)
+                core.bring()
+            yield
+            # A batch may have more rows than are to be hot: they leave with the next one, and no later.
+            core.count_missing(np.zeros(0, np.int64))
+            self._make_room(core, 0)
+
+    def _make_room(self, core: native.TieredTable, rows: int) -> None:
+        while True:
+            self._wait_for_disk(core)
+            if not core.spill(rows):
+                return
+
+    def _shrink(self, core: native.TieredTable) -> None:
+        """Give the hot table less memory, because the index of cold rows needs it: it starts anew."""
+        _log.info(
+            "table %r: %s cold rows; their index gets more of memory_bytes (%s), hot rows get less",
+            self._config.name,
+            f"{core.cold_rows:,}",
+            f"{self._config.memory_bytes:,}",
+        )
+        while core.must_shrink:
+            self._wait_for_disk(core)
+            if not core.spill_all():
+                core.shrink()
+                break
+        allowed = core.stats().bytes_index
+        if (
+            self._config.memory_bytes is not None
+            and 2 * allowed > self._config.memory_bytes
+            and not self._warned
+        ):
+            self._warned = True
+            _log.warning(
+                "table %r: the index of its %s cold rows takes %s of %s bytes of memory; set memory_bytes to "
+                "at least %s, or let rows expire",
+                self._config.name,
+                f"{core.cold_rows:,}",
+                f"{allowed:,}",
+                f"{self._config.memory_bytes:,}",
+                f"{4 * allowed:,}",
+            )
+
+    def _wait_for_disk(self, core: native.TieredTable) -> None:
+        """Wait until files take rows again, and say why that takes so long."""
+        begun = said = None
+        while not core.wait_for_room(1.0):
+            now = time.monotonic()
+            begun = now if begun is None else begun
+            trouble = core.trouble
+            if trouble and (said is None or now - said >= _SAY_AGAIN):
+                said = now
+                _log.warning(
+                    "table %r is paused: its cold rows cannot be written (%s). No row is lost; it "
+                    "resumes when the disk takes them. Make room on %s",
+                    self._config.name,
+                    trouble,
+                    self._folder.path.parent,
+                )
+        if said is not None and begun is not None:
+            _log.warning(
+                "table %r resumes: its cold rows are written again, after %.0f s",
+                self._config.name,
+                time.monotonic() - begun,
+            )
+
+
+class TieredTableSnapshot:
+    """A `TableSnapshot` of both tiers. Rows that move afterwards stay where they were, in the snapshot."""
+
+    def __init__(self, table: TieredTable, hot: NativeTable, lock: threading.Lock) -> None:
+        self._config = table.config
+        self._core = table.core
+        self._lock = lock  # of the table: rows do not move while a snapshot is closed
+        self._hot = NativeTableSnapshot(hot)
+        self._cold_rows = self._core.open_snapshot()
+
+    @property
+    def config(self) -> TableConfig:
+        return self._config
+
+    @property
+    def scales(self) -> list[float]:
+        return self._hot.scales
+
+    @property
+    def max_event_time(self) -> int:
+        return self._hot.max_event_time
+
+    @property
+    def captured_bytes(self) -> int:
+        return self._hot.captured_bytes
+
+    @property
+    def tracked(self) -> bool:
+        return self._hot.tracked
+
+    @property
+    def cleared(self) -> bool:
+        return self._hot.cleared
+
+    def __len__(self) -> int:
+        return len(self._hot) + self._cold_rows
+
+    def removed(self) -> Tensor:
+        return self._hot.removed()
+
+    def scan(
+        self,
+        cursor: int | None = None,
+        *,
+        limit: int = 65536,
+        shard: int = 0,
+        num_shards: int = 1,
+        changed_only: bool = False,
+    ) -> Scan:
+        begin, end = arguments.scan_range(cursor, limit, shard, num_shards)
+        hot = self._hot.scan(
+            cursor, limit=limit, shard=shard, num_shards=num_shards, changed_only=changed_only
+        )
+        cold = _cold_rows(self._core, begin, end, limit, of_snapshot=True, changed_only=changed_only)
+        return joined_scan([hot, cold], limit)
+
+    def close(self, *, saved: bool) -> None:
+        with self._lock:
+            self._hot.close(saved=saved)
+            self._core.close_snapshot(saved)
+
+
+class _OwnFolder:
+    """The folder of one table's files, locked while the table is open; removes those without an owner."""
+
+    def __init__(self, config: TableConfig) -> None:
+        stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in config.name)[:64]
+        try:
+            if config.storage_dir is None:
+                parent = Path(tempfile.gettempdir()) / f"monolith-cold-{os.getuid()}"
+            else:
+                parent = Path(config.storage_dir)
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _remove_ownerless(parent)
+            self.path = Path(tempfile.mkdtemp(prefix=f"{stem}-", suffix=".cold", dir=parent))  # as 0700
+            self._lock = _locked(self.path)
+        except OSError as cause:
+            raise FilesystemError(
+                cause.errno,
+                f"table {config.name!r}: cannot keep cold rows in {cause.filename or config.storage_dir}: "
+                f"{cause.strerror}; set storage_dir to a folder on a local disk that can be written",
+            ) from cause
+        if self._lock is None:
+            raise FilesystemError(f"table {config.name!r}: {self.path} was taken by another process")
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _locked(folder: Path) -> IO[bytes] | None:
+    """Return the locked lock file of a folder; None if another process, or table, has it."""
+    file = (folder / "lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def _remove_ownerless(parent: Path) -> None:
+    """Remove the folders of processes that were killed."""
+    for folder in parent.glob("*.cold"):
+        # A folder without a lock file is one that another process is making.
+        with suppress(FileNotFoundError):
+            if not (folder / "lock").exists() or (lock := _locked(folder)) is None:
+                continue
+            with lock:
+                size = sum(file.stat().st_size for file in folder.iterdir())
+                shutil.rmtree(folder)
+            _log.info("removed %s (%s bytes): the process that wrote it is gone", folder, f"{size:,}")
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Translate the errors of the core."""
+    try:
+        yield
+    except native.ColdDamageError as cause:
+        raise CorruptFileError(*cause.args) from cause
+    except ValueError as cause:
+        if isinstance(cause, TableArgumentError):
+            raise
+        raise TableArgumentError(str(cause)) from cause
+
+
+def _cold_rows(
+    core: native.TieredTable,
+    begin: int,
+    end: int,
+    limit: int,
+    *,
+    of_snapshot: bool = False,
+    changed_only: bool = False,
+) -> Scan:
+    with _errors():
+        *columns, following = core.scan_cold(
+            begin, min(end - 1, _LAST_HASH), limit, of_snapshot, changed_only
+        )
+    return Scan(Rows(*(torch.from_numpy(column) for column in columns)), following)
+
+
+def _mask(found: NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy(found.view(np.bool_))

@@ -1,0 +1,359 @@
+"""A table with its hot rows in memory and all others in files. What every table does: tests/contracts."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts.tables import ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from services.properties import tries
+
+from monolith.errors import ConfigError, CorruptFileError, FilesystemError
+from monolith.table import (
+    Adagrad,
+    DictTable,
+    Expiry,
+    NativeTable,
+    Rows,
+    Segment,
+    Sgd,
+    TableConfig,
+    TieredTable,
+    dump,
+    iterate,
+    load,
+)
+
+SEGMENTS = (Segment(dim=16, optimizer=Adagrad(), learning_rate=0.1),)
+MEMORY = 8 << 20
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TableConfig:
+    return TableConfig(
+        name="item",
+        segments=SEGMENTS,
+        storage="tiered",
+        memory_bytes=MEMORY,
+        storage_dir=str(tmp_path / "cold"),
+    )
+
+
+@pytest.fixture
+def table(config: TableConfig) -> Iterator[TieredTable]:
+    made = TieredTable(config, most_hot_rows=1000)
+    yield made
+    made.close()
+
+
+def train(table: Any, keys: torch.Tensor, *, step: int = 1, time: int = 1) -> None:
+    generator = torch.Generator().manual_seed(step)
+    gradients = torch.randn(len(keys), table.dim, generator=generator)
+    table.lookup(keys)
+    table.apply_gradients(keys, gradients, step=step, event_time=time, dedup=True)
+
+
+def everything(table: Any) -> Rows:
+    return Rows.concat(list(iterate(table)))
+
+
+def assert_equal(table: Any, other: Any) -> None:
+    mine, others = everything(table), everything(other)
+    for column in ("ids", "event_times", "values", "state"):
+        assert torch.equal(getattr(mine, column), getattr(others, column)), column
+
+
+def test_it_learns_to_the_bit_as_a_table_in_memory(config: TableConfig) -> None:
+    tiered, memory = TieredTable(config, most_hot_rows=2000), NativeTable(in_memory(config))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 30):
+        keys = torch.randint(0, 30_000, (3000,), generator=generator)
+        for table in (tiered, memory):
+            train(table, keys, step=step, time=step)
+    tiered.flush()
+    assert_equal(tiered, memory)
+    keys = torch.arange(30_000)
+    assert torch.equal(tiered.lookup(keys), memory.lookup(keys))
+    buckets = torch.arange(4096)
+    assert torch.equal(tiered.digests(buckets), memory.digests(buckets))
+    tiered.close()
+
+
+def in_memory(config: TableConfig) -> TableConfig:
+    return replace(config, storage="memory", memory_bytes=None, storage_dir=None)
+
+
+def test_memory_stays_within_its_budget_while_the_table_grows(config: TableConfig) -> None:
+    table = TieredTable(replace(config, memory_bytes=2 * MEMORY))
+    most = 0
+    for step in range(150):
+        train(table, torch.arange(step * 2000, (step + 1) * 2000), step=step + 1)
+        most = max(most, table.stats().bytes_total)
+    stats = table.stats()
+    assert stats.rows == 300_000
+    assert stats.cold_rows > 200_000
+    assert most <= 2 * MEMORY
+    assert stats.cold_bytes >= stats.cold_rows * 16 * 2 * 4
+    table.close()
+
+
+def test_it_says_when_the_index_takes_most_of_the_memory(
+    config: TableConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = TieredTable(replace(config, memory_bytes=4 << 20))
+    with caplog.at_level(logging.INFO):
+        for step in range(60):
+            table.assign(torch.arange(step * 5000, (step + 1) * 5000), torch.ones(5000, 16))
+    assert "their index gets more of memory_bytes (4,194,304), hot rows get less" in caplog.text
+    assert re.search(r"takes [\d,]+ of 4,194,304 bytes of memory; set memory_bytes to at least", caplog.text)
+    assert len(table) == 300_000
+    table.close()
+
+
+def test_rows_that_are_used_again_stay_hot_during_a_scan_of_cold_ones(table: TieredTable) -> None:
+    popular, cold = torch.arange(500), torch.arange(1000, 40_000)
+    train(table, cold)
+    for step in range(4):
+        train(table, popular, step=step + 2)
+    for step, some in enumerate(cold.split(250)):
+        train(table, some, step=step + 10)
+        if step % 3 == 0:
+            train(table, popular, step=step + 10)
+    table.flush()
+    read = table.stats().cold_found
+    table.lookup(popular)
+    assert table.stats().cold_found - read < 50
+
+
+def test_looking_up_moves_no_row_and_reads_a_cold_one_once(table: TieredTable) -> None:
+    train(table, torch.arange(20_000))
+    table.flush()
+    before = table.stats()
+    keys = torch.arange(0, 20_000, 20)
+    first = table.lookup(keys)
+    between = table.stats()
+    assert torch.equal(table.lookup(keys), first)
+    after = table.stats()
+    assert (before.cold_rows, before.rows) == (after.cold_rows, after.rows)
+    assert between.cold_bytes_read > before.cold_bytes_read
+    assert after.cold_found_in_memory - between.cold_found_in_memory > 800
+
+
+def test_a_batch_larger_than_the_hot_rows_is_worked_on(config: TableConfig) -> None:
+    table, memory = TieredTable(config, most_hot_rows=10), NativeTable(in_memory(config))
+    for step in range(3):
+        for one in (table, memory):
+            train(one, torch.arange(5000), step=step + 1)
+    assert table.stats().cold_rows >= 4980
+    assert_equal(table, memory)
+    table.close()
+
+
+def test_cold_rows_expire(config: TableConfig) -> None:
+    expiry = Expiry(default=timedelta(seconds=100), per_slot={7: timedelta(seconds=10)})
+    tiered = TieredTable(replace(config, expiry=expiry), most_hot_rows=100)
+    memory = NativeTable(replace(in_memory(config), expiry=expiry))
+    for time in range(0, 150, 10):
+        keys = torch.cat(
+            [torch.arange(time * 100, time * 100 + 500), (7 << 48) + torch.arange(time, time + 500)]
+        )
+        for table in (tiered, memory):
+            train(table, keys, step=time + 1, time=time)
+    tiered.flush()
+    assert tiered.count_expired(150) == memory.count_expired(150) > 1000
+    assert tiered.evict(150) == memory.evict(150)
+    assert tiered.stats().evicted == memory.stats().evicted
+    assert_equal(tiered, memory)
+    tiered.close()
+
+
+def test_files_that_are_mostly_dead_are_compacted(table: TieredTable) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for step in range(60):
+        train(table, torch.randperm(5000, generator=generator)[:1000], step=step + 1)
+    table.flush()
+    stats = table.stats()
+    assert stats.compactions > 0
+    assert stats.cold_bytes_written > 5 * stats.cold_bytes
+    assert stats.cold_bytes < 4 * stats.cold_rows * (16 * 2 * 4 + 16)
+
+
+def test_dumps_are_those_of_any_table(config: TableConfig, tmp_path: Path) -> None:
+    tiered, memory = TieredTable(config, most_hot_rows=100), NativeTable(in_memory(config))
+    for table in (tiered, memory):
+        train(table, torch.arange(10_000))
+        dump(table, str(tmp_path / type(table).__name__), num_shards=3)
+    again = TieredTable(config, most_hot_rows=100)
+    load(again, str(tmp_path / "NativeTable"))
+    assert_equal(again, memory)
+    other = NativeTable(in_memory(config))
+    load(other, str(tmp_path / "TieredTable"))
+    assert_equal(other, memory)
+    for table in (tiered, again):
+        table.close()
+
+
+@given(data=st.data())
+@settings(max_examples=tries(20), deadline=None)
+def test_any_operations_end_as_in_a_dict(data: st.DataObject) -> None:
+    config = TableConfig(
+        name="item",
+        segments=(Segment(dim=2, optimizer=Sgd(), learning_rate=1.0),),
+        expiry=Expiry(default=timedelta(seconds=60)),
+    )
+    tiered = TieredTable(replace(config, storage="tiered", memory_bytes=4 << 20), most_hot_rows=3)
+    plain = DictTable(config)
+    steps = data.draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["assign", "train", "remove", "evict", "restore", "clear", "flush"]),
+                st.lists(st.integers(-20, 20), min_size=1, max_size=10, unique=True),
+            ),
+            max_size=30,
+        )
+    )
+    for time, (what, some) in enumerate(steps):
+        keys, moment = torch.tensor(some), time * 10
+        values = torch.full((len(keys), 2), float(time))
+        for table in (tiered, plain):
+            if what == "assign":
+                table.assign(keys, values, event_time=moment)
+            elif what == "train":
+                table.apply_gradients(keys, values, event_time=moment, step=time)
+            elif what == "remove":
+                table.remove(keys)
+            elif what == "evict":
+                table.evict(moment)
+            elif what == "restore":
+                times = torch.full((len(keys),), moment)
+                table.restore(Rows(keys, times, values, torch.empty(len(keys), 0)))
+            elif what == "clear":
+                table.clear()
+            elif isinstance(table, TieredTable):
+                table.flush()
+        assert len(tiered) == len(plain)
+    assert_equal(tiered, plain) if len(plain) else None
+    tiered.close()
+
+
+# What goes wrong
+
+
+def test_a_disk_that_takes_no_rows_pauses_writers_and_loses_none(
+    table: TieredTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(table, torch.arange(5000))
+    away = table.folder.with_name("away")
+    table.folder.rename(away)  # as good as a full disk: no file can be made
+    held = table.folder
+    writer = threading.Thread(target=train, args=(table, torch.arange(5000, 25_000)), kwargs={"step": 2})
+    with caplog.at_level(logging.WARNING):
+        writer.start()
+        while "is paused: its cold rows cannot be written" not in caplog.text:
+            writer.join(0.05)
+        assert writer.is_alive()
+        table.lookup(torch.arange(100))  # readers do not wait
+        away.rename(held)
+        writer.join(60)
+    assert not writer.is_alive()
+    assert "resumes: its cold rows are written again" in caplog.text
+    assert len(table) == 25_000
+    assert bool(table.contains(torch.arange(25_000)).all())
+
+
+def test_a_damaged_block_is_refused_by_file_and_offset(table: TieredTable) -> None:
+    train(table, torch.arange(3000))
+    table.flush()
+    for path in table.folder.glob("*.cold"):
+        content = bytearray(path.read_bytes())
+        content[4096 + 100] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"\d+\.cold.*4,?096.*rows of IDs"):
+        table.lookup(torch.arange(3000))
+
+
+def test_files_of_a_killed_process_are_removed_and_those_of_a_living_one_stay(
+    config: TableConfig, tmp_path: Path
+) -> None:
+    program = textwrap.dedent("""
+        import os, signal, sys, torch
+        from monolith.table import Segment, TableConfig, TieredTable
+        config = TableConfig(
+            name="item",
+            segments=(Segment(dim=16),),
+            storage="tiered",
+            memory_bytes=4 << 20,
+            storage_dir=sys.argv[1],
+        )
+        table = TieredTable(config, most_hot_rows=10)
+        table.assign(torch.arange(5000), torch.ones(5000, 16))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    living = TieredTable(config)
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "cold")], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "cold").iterdir())) == 2
+    other = TieredTable(config)
+    assert set((tmp_path / "cold").iterdir()) == {living.folder, other.folder}
+    assert living.folder.stat().st_mode & 0o777 == 0o700
+    for table in (living, other):
+        table.close()
+    assert list((tmp_path / "cold").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused(config: TableConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FilesystemError, match="set storage_dir to a folder on a local disk"):
+        TieredTable(replace(config, storage_dir=str(tmp_path / "file" / "cold")))
+
+
+def test_settings_that_do_not_go_together_are_refused() -> None:
+    for wrong, why in (
+        ({"storage": "ssd"}, "storage must be 'memory' or 'tiered', got 'ssd'"),
+        ({"storage": "tiered"}, "storage='tiered' needs memory_bytes"),
+        ({"storage": "tiered", "memory_bytes": 1000}, "at least 4,194,304; got 1000"),
+        ({"memory_bytes": MEMORY}, "memory_bytes and storage_dir are for storage='tiered'"),
+        ({"storage": "tiered", "memory_bytes": MEMORY, "capacity_bytes": MEMORY}, "Leave capacity_bytes out"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            TableConfig(name="item", segments=SEGMENTS, **wrong)
+    with pytest.raises(ConfigError, match="a TieredTable needs storage='tiered'"):
+        TieredTable(TableConfig(name="item", segments=SEGMENTS))
+
+
+def test_a_lookup_finds_rows_that_move_meanwhile(table: TieredTable) -> None:
+    keys = torch.arange(5000)
+    table.assign(keys, torch.ones(5000, 16))
+    stop = threading.Event()
+
+    def move() -> None:
+        step = 0
+        while not stop.is_set():
+            some = keys[step * 700 % 5000 :][:700]
+            table.assign_add(some, torch.zeros(len(some), 16))
+            step += 1
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        for _ in range(100):
+            assert bool((table.lookup(keys) == 1).all())
+    finally:
+        stop.set()
+        mover.join()
+    assert len(table) == 5000
+    assert table.lookup(ids(9999)).abs().sum() == 0
