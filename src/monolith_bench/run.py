@@ -194,7 +194,8 @@ def measure(plan: RunPlan, report: Report, folder: Path) -> None:
             case = f"monolith train, {kind}{where}"
             pace = plan.batch * max(steady_pace(one.lines, plan.pass_steps) for one in runs)
             report.compare(case, "examples_per_s", pace, "examples/s", baselines)
-            first = [pace for one in runs if (pace := first_pace(one.lines, plan.pass_steps)) is not None]
+            firsts = [first_pace(one.lines, plan.pass_steps) for one in runs]
+            first = [one for one in firsts if one is not None]
             if first:
                 report.add(f"{case}, first pass", "examples_per_s", plan.batch * max(first), "examples/s")
             if kind == "parquet":
