@@ -30,7 +30,7 @@ from rich.table import Table
 from monolith import __version__
 from monolith.cli.options.jobs import DoctorOptions
 from monolith.errors import ConfigError
-from monolith.observe.machine import HUGE_PAGES, cpu_name, huge_pages, read_fields
+from monolith.observe.machine import HUGE_PAGES, cpu_name, huge_pages, read_fields, usable_cores
 
 INSTALL = "pip install 'monolith-recsys[{extra}]'"
 
@@ -230,8 +230,8 @@ def version_key(version: str) -> tuple[int, ...]:
 
 def check_cpu(root: Path, machine: str) -> Iterator[Check]:
     info = read_fields(root / "proc/cpuinfo")
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Check("machine", "cpu", Status.OK, f"{cpu_name(info)}, {usable} of {os.cpu_count()} cores usable")
+    usable = f"{usable_cores()} of {os.cpu_count()} cores usable"
+    yield Check("machine", "cpu", Status.OK, f"{cpu_name(info)}, {usable}")
     wanted = CPU_FEATURES.get(machine)
     flags = set((info.get("flags") or info.get("Features") or "").split())
     if not wanted or not flags:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -20,6 +19,7 @@ from monolith.feature import Batch, FeatureSpec, GatheredBatch
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch
 from monolith.nn import RateSchedule
 from monolith.observe import Resting
+from monolith.observe.machine import usable_cores
 from monolith.store import AllToAllStore, LocalStore, MakeStore, Store
 from monolith.table import AdmissionFilter, ConstantRate, Table, TableConfig, TableStats
 from monolith.table.config import TableTiers
@@ -152,7 +152,7 @@ class Model:
     ) -> TablesPart:
         """Return what a checkpoint keeps of the rows; see `parts` and `TablesPart`."""
         tables, filters = self._tables()
-        busy = torch.get_num_threads() >= (os.cpu_count() or 1)
+        busy = torch.get_num_threads() >= usable_cores()
         return TablesPart(
             tables,
             filters,
