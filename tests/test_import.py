@@ -92,9 +92,11 @@ for room in ("tensors", "feature", "table", "nn", "model"):
         watched(name)
 loaded = {name.split(".")[0] for name in sys.modules} - before
 import prometheus_client, rich.console, rich.progress, tyro, fsspec, asyncio, multiprocessing
+# Kernels are imported when they are first used; Triton comes with a CUDA build of torch.
+absent = ["monolith.nn.layers.jagged_kernels"] if importlib.util.find_spec("triton") is None else []
 for package in (monolith, monolith_bench, monolith_compat):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not module.name.endswith(".__main__"):
+        if not module.name.endswith(".__main__") and module.name not in absent:
             watched(module.name)
 others = sorted(loaded - set(sys.stdlib_module_names) - {"monolith", "monolith_bench", "monolith_compat"})
 print(json.dumps({"rooms load": others, "changed": changed}))
