@@ -22,6 +22,7 @@ from monolith_bench.options import (
     BenchStreamOptions,
     BenchSyncOptions,
     BenchTableOptions,
+    BenchTiersOptions,
     BenchTrainOptions,
     DemoOptions,
     ExperimentCollisionsOptions,
@@ -35,6 +36,7 @@ from monolith_bench.options import (
 
 BENCH = {
     "bench table": Command(BenchTableOptions, "monolith_bench.table"),
+    "bench tiers": Command(BenchTiersOptions, "monolith_bench.tiers"),
     "bench data": Command(BenchDataOptions, "monolith_bench.data"),
     "bench checkpoint": Command(BenchCheckpointOptions, "monolith_bench.checkpoint"),
     "bench train": Command(BenchTrainOptions, "monolith_bench.train"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from monolith import native
-from monolith.table import Adagrad, NativeTable, Optimizer, RandomUniform, Segment, TableConfig
+from monolith.table import Adagrad, NativeTable, Optimizer, RandomUniform, Segment, Table, TableConfig
 from monolith.table.config import EmbeddingDtype
 from monolith_bench.ids import IdBatches
 from monolith_bench.rivals import LEARNING_RATE, Rival
@@ -37,7 +37,7 @@ def make_gradients(batch: int, dim: int, seed: int) -> Tensor:
     return torch.randn((batch, dim), generator=torch.Generator().manual_seed(seed)) * 0.01
 
 
-def fill(table: NativeTable, ids: Tensor, gradients: Tensor) -> Iterator[float]:
+def fill(table: Table, ids: Tensor, gradients: Tensor) -> Iterator[float]:
     """Insert ids by training them, as many in a call as there are gradients; yield each call's seconds."""
     for time_passed, batch in enumerate(torch.split(ids, len(gradients))):
         began = time.perf_counter()
@@ -45,7 +45,7 @@ def fill(table: NativeTable, ids: Tensor, gradients: Tensor) -> Iterator[float]:
         yield time.perf_counter() - began
 
 
-def table_contenders(table: NativeTable, requests: IdBatches, gradients: Tensor) -> dict[str, Contender]:
+def table_contenders(table: Table, requests: IdBatches, gradients: Tensor) -> dict[str, Contender]:
     """`lookup and update` sums the gradients of equal ids, as the rivals do; `update` applies each."""
     out = torch.empty_like(gradients)
     clock = itertools.count(EVENT_TIME)

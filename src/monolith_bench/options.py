@@ -50,6 +50,31 @@ def refuse_nothing(options: BenchTableOptions, names: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchTiersOptions:
+    """Compare a tiered table with all rows in memory, with raw reads of the disk, and with RocksDB."""
+
+    rows: int = 4_000_000
+    """The number of ids in the table."""
+    memory: str | None = None
+    """Memory of the tiered table, such as 64MB; by default an eighth of that of a table with all rows in
+    memory."""
+    dim: int = 16
+    """Floats per embedding; Adagrad has as many again."""
+    batch: int = 16_384
+    """The number of ids in a batch, of which the table is given the distinct ones."""
+    ids: tuple[Literal["zipf", "uniform"], ...] = ("zipf", "uniform")
+    """The distributions of ids to measure."""
+    folder: str | None = None
+    """A folder on the disk to measure; by default the folder for temporary files."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchTrainOptions:
     """Measure training: compare a DeepFM on our tables with the same model on torch's and FBGEMM's."""
 

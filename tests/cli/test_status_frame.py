@@ -11,7 +11,7 @@ from rich.console import Console
 
 from monolith.cli.options.jobs import TopOptions
 from monolith.cli.status import frame, is_well, members, ordered, totals
-from monolith.cluster.status import JobStatus, ProcessStatus
+from monolith.cluster.status import JobStatus, ProcessStatus, TierStatus
 
 NOW = 1000.0
 
@@ -98,6 +98,28 @@ def test_totals_are_at_the_top() -> None:
 def test_bytes_on_the_wire_are_summed_over_the_servers() -> None:
     servers = [process("ps", index, received_per_s=512.0, sent_per_s=1024.0) for index in range(2)]
     assert "wire 1 KiB/s in, 2 KiB/s out" in totals(job(process(), *servers))
+
+
+def test_rows_in_files_are_summed_over_the_servers_and_only_told_where_there_are_some() -> None:
+    tiers = TierStatus(
+        rows=6_200_000,
+        hot_rows=1_550_000,
+        file_bytes=700 << 20,
+        compactions=1,
+        ids_per_s=1000.0,
+        ids_read_per_s=25.0,
+        read_per_s=9 << 20,
+        written_per_s=1 << 20,
+    )
+    text = drawn(job(process(), process("ps", 0, tiers=tiers), process("ps", 1, tiers=tiers)), width=200)
+    (line,) = [line.strip() for line in text.splitlines() if "tiered tables" in line]
+    assert line == (
+        "tiered tables: 12.4 M rows, 3,100,000 in memory, 1.367 GiB in files; 97% of lookups and updates "
+        "found theirs in memory; 18 MiB/s read, 2 MiB/s written; 2 files compacted"
+    )
+    fresh = drawn(job(process(tiers=TierStatus(rows=5, hot_rows=5, file_bytes=0, compactions=0))))
+    assert "tiered tables: 5 rows, 5 in memory, 0 B in files" in map(str.strip, fresh.splitlines())
+    assert "tiered" not in drawn(job(process(), process("ps"), process("ps", 1)))
 
 
 def test_a_column_without_any_value_is_left_out() -> None:

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 from runtime.test_publish_supervisor import STANDING
+from train.hooks.test_live_line import stats
 
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
-from monolith.cluster.status import JobStatus, StatusBoard
+from monolith.cluster.status import JobStatus, StatusBoard, TierStatus
 from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.coordinator import CoordinatorStatus
 from monolith.runtime.parameter_server import ShardFigures
 from monolith.runtime.status import OwnStatus
 from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, TableIds
+from monolith.store.store import add_tiered
 from monolith.table import Segment, TableConfig
 from monolith.train import TrainConfig
 from monolith.train.hooks.barrier import LocalBarrier
@@ -48,12 +50,11 @@ def trained(
     live: bool = True,
 ) -> Any:
     """A run in this process, as far as it is looked at."""
-    stats = {"item": SimpleNamespace(rows=rows, bytes_total=70)}
-    told = SimpleNamespace(traffic=traffic)
+    told = SimpleNamespace(traffic=traffic, tables={"item": stats(rows, bytes_total=70)})
     return SimpleNamespace(
         told=told,
         session=SimpleNamespace(
-            model=SimpleNamespace(stats=lambda: stats),
+            model=SimpleNamespace(stats=lambda: told.tables),
             coordinator=SimpleNamespace(
                 status=lambda: CoordinatorStatus(traffic=told.traffic, standbys=standbys)
             ),
@@ -222,6 +223,59 @@ def test_a_server_says_how_many_bytes_come_and_go() -> None:
     assert 16_000 < (found.sent_per_s or 0) < 17_000  # rows of 4 floats
     assert group.traffic == (found.sent_per_s, found.received_per_s)  # what one sends the other receives
     store.close()
+
+
+COLD = {
+    "bytes_total": 30,
+    "cold_rows": 60,
+    "cold_bytes": 6000,
+    "tiered_ids": 1000,
+    "cold_found": 500,
+    "cold_found_in_memory": 400,
+    "cold_bytes_read": 4096,
+    "cold_bytes_written": 8192,
+}
+LATER = COLD | {
+    "cold_rows": 70,
+    "tiered_ids": 3000,
+    "cold_found": 700,
+    "cold_found_in_memory": 560,
+    "cold_bytes_read": 12_288,
+    "cold_bytes_written": 8192,
+    "compactions": 2,
+}
+
+
+def test_a_worker_says_what_its_tiered_tables_have_in_files_and_how_often_they_read() -> None:
+    clock, local = Clocks(), trained()
+    status = own(clock)
+    status.watch_worker(local)
+    assert status.status().tiers is None  # all rows are in memory
+    local.told.tables = {"item": stats(90, **COLD), "user": stats(5)}
+    assert status.status().tiers == TierStatus(rows=90, hot_rows=30, file_bytes=6000, compactions=0)
+    clock.now += 2
+    local.told.tables = {"item": stats(90, **LATER), "user": stats(5)}
+    found = status.status()
+    assert (found.rows, found.bytes) == (95, 530)
+    assert found.tiers == TierStatus(
+        rows=90,
+        hot_rows=20,
+        file_bytes=6000,
+        compactions=2,
+        ids_per_s=1000.0,
+        ids_read_per_s=20.0,
+        read_per_s=4096.0,
+        written_per_s=0.0,
+    )
+    assert JobStatus.from_json(status.page()).processes[0].tiers is not None
+
+
+def test_a_server_says_what_its_tiered_tables_have_in_files() -> None:
+    status = own(**FLEET, **{"cluster.role": "ps"})
+    tiered = add_tiered([stats(3), stats(90, **COLD)])
+    figures = ShardFigures("serving", step=0, rows=93, bytes=330, tiered=tiered)
+    status.watch_server(SimpleNamespace(figures=lambda: figures), "10.0.0.1:4000")  # type: ignore[arg-type]
+    assert status.status().tiers == TierStatus(rows=90, hot_rows=30, file_bytes=6000, compactions=0)
 
 
 def test_a_run_without_a_model_dir_shows_its_status_on_request() -> None:

@@ -151,6 +151,7 @@ def test_looking_up_moves_no_row_and_reads_a_cold_one_once(table: TieredTable) -
     assert (before.cold_rows, before.rows) == (after.cold_rows, after.rows)
     assert between.cold_bytes_read > before.cold_bytes_read
     assert after.cold_found_in_memory - between.cold_found_in_memory > 800
+    assert (before.is_tiered, after.tiered_ids - between.tiered_ids) == (True, 1000)
 
 
 def test_a_batch_larger_than_the_hot_rows_is_worked_on(config: TableConfig) -> None:

@@ -16,7 +16,7 @@ from serve.server.linear import LinearCatalog, LinearModel
 from serve.server.serving import Served, serving
 
 from monolith.cluster.security import Guard, SecurityConfig
-from monolith.cluster.status import FAILED, JobStatus, ProcessStatus, StatusBoard
+from monolith.cluster.status import FAILED, JobStatus, ProcessStatus, StatusBoard, TierStatus
 from monolith.config import Secret
 from monolith.errors import ConfigError, RequestError, UnavailableError
 from monolith.observe import Metrics
@@ -107,6 +107,16 @@ def test_a_trainer_shows_the_processes_of_its_job_those_in_trouble_first() -> No
         ("worker 0", False, 0, "here pid 7"),
     ]
     assert found[0].state.startswith("silent for 60")
+
+
+def test_a_trainer_says_what_its_tiered_tables_have_in_files() -> None:
+    tiers = TierStatus(rows=90, hot_rows=30, file_bytes=2048, compactions=0)
+    with shown(trained(Metrics()), process(tiers=tiers)) as url:
+        assert ProcessSource("online", url).read().facts["tiered tables"] == (
+            "90 rows, 30 in memory, 2 KiB in files"
+        )
+    with shown(trained(Metrics()), process()) as url:
+        assert "tiered tables" not in ProcessSource("online", url).read().facts
 
 
 def test_a_port_of_something_else_is_not_taken_for_a_run() -> None:

@@ -30,9 +30,10 @@ from monolith.cluster.status import (
     ProcessStatus,
     Role,
     StatusBoard,
+    describe_tiers,
 )
 from monolith.errors import ConfigError, MonolithError, RequestError, UnavailableError
-from monolith.observe.progress import describe_bytes, describe_part, describe_seconds
+from monolith.observe.progress import describe_bytes, describe_count, describe_part, describe_seconds
 
 SHOWN_WITHOUT_TERMINAL = 50
 LAGS = 600.0
@@ -157,13 +158,14 @@ def frame(
     limit = options.rows
     if limit is None:
         chrome = _CHROME + len(published(job)) + len(without_standby(job))
-        chrome += any(one.save_trouble for one in members(job))
+        chrome += len(tiered(job)) + any(one.save_trouble for one in members(job))
         limit = SHOWN_WITHOUT_TERMINAL if height is None else max(height - chrome, 3)
     shown = processes[: limit or None]
     parts: list[RenderableType] = [Text(f"{name}  {_job_name(job)}".rstrip(), style="bold")]
     if problem is not None:
         parts.append(Text(problem, style="bold red"))
     parts.append(Text(totals(job)))
+    parts += [Text(line) for line in tiered(job)]
     parts += [Text(one.save_trouble, style="bold red") for one in members(job) if one.save_trouble][:1]
     parts += [Text(line, style="" if line == GOES_ON else "bold red") for line in published(job)]
     parts += [Text(line, style="bold red") for line in without_standby(job)]
@@ -223,6 +225,12 @@ def totals(job: JobStatus) -> str:
         f"checkpoint {_time(now - max(saved))} ago" if saved else "no checkpoint by this start yet",
     ]
     return "  ".join(first) + "\n" + "  ".join(part for part in second if part)
+
+
+def tiered(job: JobStatus) -> list[str]:
+    """Return how many rows are in memory and in files, and what reading them takes: a line, or none."""
+    line = describe_tiers(one.tiers for one in members(job) if severity(one, job.time) < 2)
+    return [f"tiered tables: {line}"] if line else []
 
 
 def published(job: JobStatus) -> list[str]:
@@ -339,13 +347,7 @@ def _rate(value: float | None) -> str:
 
 
 def _count(value: int | None) -> str:
-    """`12,345`, `12.3 M`, `4.56 G`."""
-    if value is None:
-        return ""
-    for unit, size in (("G", 1e9), ("M", 1e6)):
-        if value >= 10 * size or (unit == "G" and value >= size):
-            return f"{value / size:.4g} {unit}"
-    return f"{value:,}"
+    return "" if value is None else describe_count(value)
 
 
 def _bytes(value: float | None) -> str:

@@ -18,7 +18,7 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -30,6 +30,7 @@ from monolith import concurrency, filesystem
 from monolith.errors import MonolithError, RequestError, TransientFilesystemError
 from monolith.filesystem.backends import errors_as
 from monolith.observe import Doublings
+from monolith.observe.progress import describe_bytes, describe_count, describe_part
 from monolith.wire.messages import Count, Name, Seconds, Text, read_message, write_message
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,52 @@ FAILED = "failed"
 _LONGEST_FILE = 64 << 10
 
 Role = Literal["worker", "ps", "dispatcher", "data_worker"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierStatus:
+    """The tiered tables of a process, all together. A rate is None until it is known."""
+
+    rows: Count
+    hot_rows: Count
+    """Of the rows, those in memory; all others are in files."""
+    file_bytes: Count
+    compactions: Count
+    """Files that were compacted since the process started."""
+    ids_per_s: Seconds | None = None
+    """IDs that were looked up or written, per second."""
+    ids_read_per_s: Seconds | None = None
+    """Of these, the IDs whose row had to be read from a file."""
+    read_per_s: Seconds | None = None
+    """Bytes that were read from files, per second."""
+    written_per_s: Seconds | None = None
+
+
+def describe_tiers(tiers: Iterable[TierStatus | None]) -> str:
+    """Return the tiered tables of some processes in a line; empty if they have none."""
+    known = [one for one in tiers if one is not None]
+    if not known:
+        return ""
+    ids = sum(one.ids_per_s or 0.0 for one in known)
+    ids_read = sum(one.ids_read_per_s or 0.0 for one in known)
+    read = sum(one.read_per_s or 0.0 for one in known)
+    written = sum(one.written_per_s or 0.0 for one in known)
+    compactions = sum(one.compactions for one in known)
+    parts = [
+        f"{describe_count(sum(one.rows for one in known))} rows, "
+        f"{describe_count(sum(one.hot_rows for one in known))} in memory, "
+        f"{describe_bytes(sum(one.file_bytes for one in known))} in files",
+        f"{describe_part(max(1 - ids_read / ids, 0.0))} of lookups and updates found theirs in memory"
+        if ids
+        else "",
+        f"{describe_bytes(read)}/s read, {describe_bytes(written)}/s written"
+        if any(one.read_per_s is not None for one in known)
+        else "",
+        f"{describe_count(compactions)} file{'' if compactions == 1 else 's'} compacted"
+        if compactions
+        else "",
+    ]
+    return "; ".join(filter(None, parts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +138,8 @@ class ProcessStatus:
     rows: Count | None = None
     bytes: Count | None = None
     """Memory of the tables."""
+    tiers: TierStatus | None = None
+    """Its tiered tables; None for a process without."""
     received_per_s: Seconds | None = None
     """Bytes that came over the wire."""
     sent_per_s: Seconds | None = None

@@ -152,6 +152,14 @@ def describe_rate(per_second: float, unit: str) -> str:
     return f"{number} {unit}/s" if unit else f"{number}/s"
 
 
+def describe_count(count: float) -> str:
+    """`12,345`, `12.3 M`, `4.56 G`."""
+    for unit, size in (("G", 1e9), ("M", 1e6)):
+        if count >= 10 * size or (unit == "G" and count >= size):
+            return f"{count / size:.4g} {unit}"
+    return f"{count:,.0f}"
+
+
 def describe_bytes(count: float) -> str:
     """`1.5 KiB`."""
     units = ("B", "KiB", "MiB", "GiB")

@@ -78,6 +78,7 @@ from monolith.runtime.standbys import CopiedShard, CopyPlan, StandbyCopy
 from monolith.store import DenseShard, LocalStore, ParameterServer
 from monolith.store.dense import unpack_tensors
 from monolith.store.server import NewestPush
+from monolith.store.store import add_tiered
 from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.messages import LearnedUpTo
 from monolith.sync.publish_messages import (
@@ -90,6 +91,7 @@ from monolith.sync.publish_messages import (
     UnpublishedShard,
     checked_order,
 )
+from monolith.table import TableStats
 from monolith.train.config import TrainConfig
 from monolith.train.hooks.barrier import MachineHealth, memory_health
 from monolith.train.model import Model
@@ -297,6 +299,8 @@ class ShardFigures:
     bytes: int
     traffic: Traffic | None = None
     """None before it listens."""
+    tiered: TableStats | None = None
+    """The sums over its tiered tables; None without any."""
 
 
 @dataclass(slots=True)
@@ -450,6 +454,7 @@ class ServedShard:
             rows=sum(table.rows for table in stats),
             bytes=sum(table.bytes_total for table in stats),
             traffic=None if self._server is None else self._server.traffic,
+            tiered=add_tiered(stats),
         )
 
     def _state(self, held: _ShardInRun | None) -> str:

@@ -14,13 +14,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from monolith import concurrency
-from monolith.cluster.status import EVERY, ProcessStatus, Rates, StatusBoard, StatusPage, StatusWriter
+from monolith.cluster.status import (
+    EVERY,
+    ProcessStatus,
+    Rates,
+    StatusBoard,
+    StatusPage,
+    StatusWriter,
+    TierStatus,
+)
 from monolith.errors import MonolithError
 from monolith.runtime.config import RunConfig
+from monolith.store.store import add_tiered
 
 if TYPE_CHECKING:
     from monolith.runtime import LocalRun
     from monolith.runtime.parameter_server import ServedShard
+    from monolith.table import TableStats
     from monolith.train import Hook
     from monolith.train.hooks.live_line import StepCountsHook
     from monolith.wire.bulk import Traffic
@@ -113,7 +123,7 @@ class OwnStatus:
         )
         counts = StepCountsHook(outlook.begin)
         live = local.session.batches.live
-        rates, bytes_rates = Rates(clock=self._timer), Rates(clock=self._timer)
+        rates, bytes_rates, tier_rates = (Rates(clock=self._timer) for _ in range(3))
         moved: list[float] = [0, self._timer()]  # the steps when there was last one more, and when that was
 
         def look(status: ProcessStatus) -> ProcessStatus:
@@ -124,7 +134,7 @@ class OwnStatus:
                 {"examples": counts.examples, "steps": counts.steps, "model": float(counts.step or 0)}
             )
             received, sent = _wire_rates(bytes_rates, local.session.coordinator.status().traffic)
-            rows, memory = (None, None) if self._distributed else _tables(local)
+            tables = None if self._distributed else _tables(local)
             ahead = outlook.look(counts.step) if counts.steps and counts.step is not None else None
             troubles = [
                 "" if local.save is None else local.save.trouble,
@@ -140,8 +150,9 @@ class OwnStatus:
                 if live and counts.event_time > 0
                 else None,
                 staleness=self._staleness(grown),
-                rows=rows,
-                bytes=memory,
+                rows=None if tables is None else sum(table.rows for table in tables),
+                bytes=None if tables is None else sum(table.bytes_total for table in tables),
+                tiers=_tiers(tier_rates, add_tiered(tables or ())),
                 received_per_s=received,
                 sent_per_s=sent,
                 data_read=None if ahead is None else ahead.data_read,
@@ -178,7 +189,7 @@ class OwnStatus:
 
     def watch_server(self, share: ServedShard, address: str) -> None:
         """Look at a server from now on."""
-        rates, bytes_rates = Rates(clock=self._timer), Rates(clock=self._timer)
+        rates, bytes_rates, tier_rates = (Rates(clock=self._timer) for _ in range(3))
 
         def look(status: ProcessStatus) -> ProcessStatus:
             standing = share.figures()
@@ -192,6 +203,7 @@ class OwnStatus:
                 steps_per_s=grown.get("steps") if standing.step else None,
                 rows=standing.rows,
                 bytes=standing.bytes,
+                tiers=_tiers(tier_rates, standing.tiered),
                 received_per_s=received,
                 sent_per_s=sent,
             )
@@ -216,10 +228,32 @@ def _worker_state(counts: StepCountsHook, local: LocalRun, idle: float) -> str:
     return f"no step for {idle:.0f} s"
 
 
-def _tables(local: LocalRun) -> tuple[int | None, int | None]:
-    """Return the rows and the bytes of tables in this process; nothing where they are closed by now."""
+def _tables(local: LocalRun) -> list[TableStats] | None:
+    """Return the statistics of the tables in this process; None if they are closed by now."""
     try:
-        stats = local.session.model.stats().values()
+        return list(local.session.model.stats().values())
     except MonolithError:
-        return None, None
-    return sum(table.rows for table in stats), sum(table.bytes_total for table in stats)
+        return None
+
+
+def _tiers(rates: Rates, tiered: TableStats | None) -> TierStatus | None:
+    if tiered is None:
+        return None
+    grown = rates.of(
+        {
+            "ids": tiered.tiered_ids,
+            "ids_read": tiered.cold_ids_read,
+            "read": tiered.cold_bytes_read,
+            "written": tiered.cold_bytes_written,
+        }
+    )
+    return TierStatus(
+        rows=tiered.rows,
+        hot_rows=tiered.rows - tiered.cold_rows,
+        file_bytes=tiered.cold_bytes,
+        compactions=tiered.compactions,
+        ids_per_s=grown.get("ids"),
+        ids_read_per_s=grown.get("ids_read"),
+        read_per_s=grown.get("read"),
+        written_per_s=grown.get("written"),
+    )

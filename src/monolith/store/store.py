@@ -8,7 +8,7 @@ implementation passes `tests/contracts/test_store.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +58,7 @@ def add_stats(found: Sequence[TableStats]) -> TableStats:
         removed=sum(one.removed for one in found),
         max_event_time=max(one.max_event_time for one in found),
         non_finite=sum(one.non_finite for one in found),
+        tiered_ids=sum(one.tiered_ids for one in found),
         cold_rows=sum(one.cold_rows for one in found),
         cold_bytes=sum(one.cold_bytes for one in found),
         cold_found=sum(one.cold_found for one in found),
@@ -66,6 +67,12 @@ def add_stats(found: Sequence[TableStats]) -> TableStats:
         cold_bytes_written=sum(one.cold_bytes_written for one in found),
         compactions=sum(one.compactions for one in found),
     )
+
+
+def add_tiered(found: Iterable[TableStats]) -> TableStats | None:
+    """Return the statistics of all tiered tables together; None if there are none."""
+    tiered = [one for one in found if one.is_tiered]
+    return add_stats(tiered) if tiered else None
 
 
 class Store(Protocol):

@@ -137,6 +137,8 @@ class TableStats:
     """The newest event time written so far."""
     non_finite: int = 0
     """Updates left out because their gradient, or the row they would have made, was NaN or infinite."""
+    tiered_ids: int = 0
+    """Ids that were looked up in a tiered table, or written to it; repeats count each time."""
     cold_rows: int = 0
     """Of the rows, those in files; see `TieredTable`."""
     cold_bytes: int = 0
@@ -151,6 +153,16 @@ class TableStats:
     """Bytes written to files, compaction included."""
     compactions: int = 0
     """Files that were removed because most of their rows were dead, once the live ones had moved."""
+
+    @property
+    def is_tiered(self) -> bool:
+        """Whether this is of a tiered table that was used."""
+        return self.tiered_ids > 0 or self.cold_rows > 0
+
+    @property
+    def cold_ids_read(self) -> int:
+        """Of `tiered_ids`, those whose row had to be read from a file."""
+        return self.cold_found - self.cold_found_in_memory
 
 
 class TableSnapshot(Protocol):

@@ -129,6 +129,8 @@ class TieredTable:
         self._lock = threading.Lock()
         self._thawed = threading.Condition(self._lock)
         self._frozen = 0  # guarded by the lock
+        self._counting = threading.Lock()  # of its own, since lookups do not wait for writers
+        self._ids = 0  # looked up or written; guarded by _counting
 
     @property
     def config(self) -> TableConfig:
@@ -169,6 +171,7 @@ class TieredTable:
         core = self.core
         keys = arguments.id_array(ids)
         answer, values = arguments.out_array(out, len(keys), self.dim)
+        self._count(len(keys))
         with _errors():
             core.lookup(keys, values)
         return answer
@@ -176,6 +179,7 @@ class TieredTable:
     def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Rows]:
         core = self.core
         keys = arguments.id_array(ids)
+        self._count(len(keys))
         found = np.empty(len(keys), np.uint8)
         times = np.empty(len(keys), np.int64)
         values = np.empty((len(keys), self.dim), np.float32)
@@ -299,6 +303,7 @@ class TieredTable:
                 bytes_total=hot.bytes_total + core.cold_memory_bytes,
                 bytes_index=hot.bytes_index + cold.bytes_index,
                 evicted=hot.evicted + core.evicted,
+                tiered_ids=self._ids,
                 cold_rows=cold.rows,
                 cold_bytes=cold.bytes_files,
                 cold_found=cold.rows_found,
@@ -323,6 +328,10 @@ class TieredTable:
 
     # Inside
 
+    def _count(self, ids: int) -> None:
+        with self._counting:
+            self._ids += ids
+
     @contextmanager
     def _open(self, *, writing: bool = False) -> Iterator[native.TieredTable]:
         with self._lock:
@@ -335,6 +344,7 @@ class TieredTable:
         """Have all rows of a batch be hot while it is written."""
         with self._open(writing=True) as core:
             keys = arguments.id_array(ids)
+            self._count(len(keys))
             if core.must_shrink:
                 self._shrink(core)
             with _errors():

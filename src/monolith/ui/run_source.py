@@ -19,7 +19,7 @@ from monolith.observe.progress import describe_seconds
 from monolith.train.evaluation_log import EvaluationLog
 from monolith.ui.figures import CheckpointFigures, CurvePoint, PageReading, PublishFigures, RunState
 from monolith.ui.publishing import PublishOrders, RunPublishing, orders_of
-from monolith.ui.sources import MOST_METRICS, ProcessSource, chart_of, is_auc, process_figures
+from monolith.ui.sources import MOST_METRICS, ProcessSource, chart_of, is_auc, process_figures, tier_facts
 
 FILES_EVERY = 5.0
 REMOTE_FILES_EVERY = 60.0
@@ -93,6 +93,7 @@ class RunSource:
             kind="run",
             state=state,
             note=note,
+            facts={**reading.facts, **tier_facts(job)},
             points=points,
             publish=self._published(job) or reading.publish,
             checkpoints=self._checkpoints,

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
-from monolith.cluster.status import FAILED, STATUS_PATH, JobStatus, ProcessStatus, Rates
+from monolith.cluster.status import FAILED, STATUS_PATH, JobStatus, ProcessStatus, Rates, describe_tiers
 from monolith.errors import ConfigError, RequestError, UnavailableError
 from monolith.observe.metrics import Scraped
 from monolith.observe.progress import describe_seconds
@@ -292,7 +292,8 @@ class ProcessSource:
         }
         return PageReading(
             kind="trainer",
-            facts={name: value for name, value in facts.items() if value is not None},
+            facts={name: value for name, value in facts.items() if value is not None}
+            | ({} if job is None else tier_facts(job)),
             points=self.trained(scraped, now),
             tables=table_figures(scraped),
             stages=self.stages(scraped),
@@ -400,6 +401,12 @@ def table_figures(scraped: Scraped) -> list[TableFigures]:
         TableFigures(table=table, **{name: found[name].get(table) for name in names}) for table in tables
     ]
     return sorted(figures, key=lambda one: (-(one.rows or 0), one.table))[:MOST_SHOWN]
+
+
+def tier_facts(job: JobStatus) -> dict[str, str]:
+    """Return what a job says of its tiered tables; nothing if it has none."""
+    line = describe_tiers(one.tiers for one in job.processes if not one.is_silent(job.time))
+    return {"tiered tables": line} if line else {}
 
 
 def process_figures(job: JobStatus) -> list[ProcessFigures]:

@@ -273,6 +273,45 @@ def test_gauges_tell_the_tables_apart() -> None:
         assert f"monolith_{line}\n" in text
 
 
+TIERED = stats(
+    100,
+    cold_rows=60,
+    cold_bytes=6144,
+    tiered_ids=1000,
+    cold_found=50,
+    cold_found_in_memory=20,
+    cold_bytes_read=4096,
+    cold_bytes_written=8192,
+    compactions=1,
+)
+
+
+def test_gauges_tell_the_tiers_of_tiered_tables_and_only_of_these() -> None:
+    metrics = Metrics()
+    show = gauge_status(metrics)
+    show(standing(tables={"user": stats(3)}))
+    assert b"cold" not in metrics.render()
+    show(standing(tables={"user": stats(3), "item": TIERED}))
+    text = metrics.render().decode()
+    for line in (
+        'table_cold_rows{table="item"} 60.0',
+        'table_cold_bytes{table="item"} 6144.0',
+        'table_tiered_ids{table="item"} 1000.0',
+        'table_cold_ids_read{table="item"} 30.0',
+        'table_cold_bytes_read{table="item"} 4096.0',
+        'table_cold_bytes_written{table="item"} 8192.0',
+        'table_compactions{table="item"} 1.0',
+    ):
+        assert f"monolith_{line}\n" in text
+    assert 'cold_rows{table="user"}' not in text
+
+
+def test_rows_in_files_are_told_if_a_table_is_tiered() -> None:
+    assert "in files" not in describe_status(standing(tables={"user": stats(3)}))
+    facts = describe_status(standing(tables={"user": stats(3), "item": TIERED}))
+    assert (facts["in files"], facts["found in memory"]) == ("60 rows, 6 KiB", "97%")
+
+
 def test_the_newest_event_is_a_gauge_where_the_data_has_times() -> None:
     metrics = Metrics()
     show = gauge_status(metrics)

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +277,15 @@ def test_each_table_is_logged_at_most_every_ten_minutes(caplog):
     assert [now - asked[0] for now in asked] == [0, 600, 1200]
     assert "step 601: table item: 100 rows, 6400 bytes" in caplog.text
     assert "step 1: table user: 3 rows, 192 bytes" in caplog.text
+    assert "in files" not in caplog.text
+
+
+def test_rows_and_bytes_in_files_are_logged_and_written_for_tiered_tables(tmp_path, caplog):
+    tables = {"item": replace(table_stats(100), cold_rows=60, cold_bytes=4096), "user": table_stats(3)}
+    with caplog.at_level(logging.INFO):
+        train([TableInfoHook(lambda: tables, clock=FakeClock())], 1)
+    assert "step 1: table item: 100 rows, 6400 bytes; 60 rows, 4096 bytes in files" in caplog.text
+    Training(str(tmp_path), [1.0]).drive(SummaryHook(every_steps=1, stats=lambda: tables))
+    found = scalars(tmp_path)
+    assert (found["cold_rows/item"], found["cold_bytes/item"]) == ([(1, 60)], [(1, 4096)])
+    assert "cold_rows/user" not in found

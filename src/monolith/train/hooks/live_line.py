@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from monolith import concurrency
-from monolith.observe import Metrics
+from monolith.observe import Gauge, Metrics
 from monolith.observe.progress import (
     describe_amount,
     describe_bytes,
@@ -221,6 +221,12 @@ def describe_status(standing: TrainStatus) -> dict[str, str]:
         "rows": f"{standing.rows:,}",
         "memory": describe_bytes(standing.bytes),
     }
+    tiered = [table for table in standing.tables.values() if table.is_tiered]
+    if tiered:
+        cold, ids = sum(table.cold_rows for table in tiered), sum(table.tiered_ids for table in tiered)
+        facts["in files"] = f"{cold:,} rows, {describe_bytes(sum(table.cold_bytes for table in tiered))}"
+        if ids:
+            facts["found in memory"] = describe_part(1 - sum(table.cold_ids_read for table in tiered) / ids)
     if standing.lag_seconds is not None:
         days = standing.lag_seconds / 86_400
         facts["behind"] = f"{days:,.0f} days" if days >= 2 else describe_seconds(standing.lag_seconds)
@@ -282,6 +288,18 @@ TABLE_GAUGES = {
 """Of each table: the number -> what Prometheus calls it, after "table_"."""
 
 
+TIER_GAUGES = {
+    "cold_rows": ("cold_rows", "Rows in files"),
+    "cold_bytes": ("cold_bytes", "Bytes of the files of cold rows"),
+    "tiered_ids": ("tiered_ids", "IDs looked up or written"),
+    "cold_ids_read": ("cold_ids_read", "IDs looked up or written whose row was read from a file"),
+    "cold_bytes_read": ("cold_bytes_read", "Bytes read from files of cold rows"),
+    "cold_bytes_written": ("cold_bytes_written", "Bytes written to files of cold rows"),
+    "compactions": ("compactions", "Files of cold rows that were compacted"),
+}
+"""The same of each tiered table; other tables have no such series."""
+
+
 def gauge_status(metrics: Metrics) -> Callable[[TrainStatus], None]:
     """Return what keeps Prometheus gauges as the run stands."""
     numbers = {
@@ -315,6 +333,8 @@ def gauge_status(metrics: Metrics) -> Callable[[TrainStatus], None]:
         for attribute, (name, about) in TABLE_GAUGES.items()
     }
 
+    of_tiers: dict[str, Gauge] = {}
+
     def show(standing: TrainStatus) -> None:
         for name, gauge in numbers.items():
             gauge.set(getattr(standing, name))
@@ -329,6 +349,12 @@ def gauge_status(metrics: Metrics) -> Callable[[TrainStatus], None]:
         for table, stats in standing.tables.items():
             for attribute, gauge in of_tables.items():
                 gauge.set(getattr(stats, attribute), table=table)
+            if stats.is_tiered:
+                # Made with the first tiered table: a run without has no such metrics.
+                for attribute, (name, about) in TIER_GAUGES.items():
+                    if attribute not in of_tiers:
+                        of_tiers[attribute] = metrics.gauge(f"table_{name}", about, ["table"])
+                    of_tiers[attribute].set(getattr(stats, attribute), table=table)
         for name, value in standing.metrics.items():
             quality.set(value, metric=name)
         for name, value in standing.evaluated.items():

@@ -101,6 +101,8 @@ class SummaryHook(Hook):
             stats = self._stats() if self._stats is not None else {}
             for name, table in stats.items():
                 values |= {f"rows/{name}": table.rows, f"bytes/{name}": table.bytes_total}
+                if table.is_tiered:
+                    values |= {f"cold_rows/{name}": table.cold_rows, f"cold_bytes/{name}": table.cold_bytes}
             for sink in self._sinks:
                 sink.scalars(values, step)
                 sink.flush()
@@ -360,4 +362,11 @@ class TableInfoHook(Hook):
             return
         self._last = now
         for name, table in self._stats().items():
-            _log.info("step %d: table %s: %d rows, %d bytes", run.step, name, table.rows, table.bytes_total)
+            _log.info(
+                "step %d: table %s: %d rows, %d bytes%s",
+                run.step,
+                name,
+                table.rows,
+                table.bytes_total,
+                f"; {table.cold_rows} rows, {table.cold_bytes} bytes in files" if table.is_tiered else "",
+            )

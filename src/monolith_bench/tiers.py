@@ -1,0 +1,366 @@
+"""`monolith bench tiers` compares a tiered table with all rows in memory, and with what the disk can read.
+
+Both tables have the same rows and train on the same batches by turns. The disk's limit is random reads of
+4 KiB past the kernel's cache, by as many threads as the table's files are read with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith import native
+from monolith.config import parse_bytes
+from monolith.errors import ConfigError
+from monolith.table import NativeTable, TieredTable
+from monolith_bench.contenders import fill, make_gradients, new_table, table_contenders
+from monolith_bench.ids import DISTRIBUTIONS, IdBatches, id_of
+from monolith_bench.options import BenchTiersOptions
+from monolith_bench.report import Report, cores
+from monolith_bench.rivals import LEARNING_RATE
+from monolith_bench.table import FLOAT_BYTES, need_memory, resident_bytes
+from monolith_bench.timing import Contender, Timing, race
+
+WORKS = ("lookup", "lookup and update")
+LEAST_MEMORY = 4 << 20
+"""The smallest memory of a tiered table."""
+COUNTED_STEPS = 20
+"""Steps of which the bytes are counted, after all timing."""
+BLOCK = 4096
+PIECE = 8 << 20
+"""Bytes that the file for raw reads is written by at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiersPlan:
+    """The options, settled."""
+
+    rows: int
+    memory: int | None
+    """Bytes; None for an eighth of the table in memory."""
+    dim: int
+    batch: int
+    batches: int
+    """Batches prepared per distribution. Together they have many times the rows that are hot."""
+    ids: tuple[str, ...]
+    timing: Timing
+    warm_up: float
+    """Seconds for which a tiered table trains before it is timed, so that frequent rows are hot."""
+    seed: int
+
+    @classmethod
+    def settle(cls, options: BenchTiersOptions) -> TiersPlan:
+        for name in ("rows", "dim", "batch"):
+            if getattr(options, name) < 1:
+                raise ConfigError(f"bench tiers: --{name} must be at least 1, got {getattr(options, name)}")
+        memory = None if options.memory is None else parse_bytes(options.memory)
+        if memory is not None and memory < LEAST_MEMORY:
+            raise ConfigError(f"bench tiers: --memory must be at least 4MiB, got {options.memory}")
+        quick = options.quick
+        return cls(
+            rows=min(options.rows, 100_000) if quick else options.rows,
+            memory=memory,
+            dim=options.dim,
+            batch=min(options.batch, 2048) if quick else options.batch,
+            batches=32 if quick else 256,
+            ids=tuple(dict.fromkeys(options.ids)) or tuple(DISTRIBUTIONS),
+            timing=Timing(repeats=1, window=0.01) if quick else Timing(repeats=3, window=1.5),
+            warm_up=0.1 if quick else 8.0,
+            seed=options.seed,
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of an embedding with the state of Adagrad."""
+        return 2 * self.dim * FLOAT_BYTES
+
+
+def run(options: BenchTiersOptions) -> int:
+    """Measure, draw tables on standard error, and print JSON on request."""
+    plan = TiersPlan.settle(options)
+    need_memory(plan.rows * plan.row_bytes * 2.0)
+    report = Report("tiers")
+    if options.folder is not None and not Path(options.folder).is_dir():
+        raise ConfigError(f"bench tiers: --folder {options.folder} is not a folder; make it first")
+    folder = Path(tempfile.mkdtemp(prefix="monolith-tiers-", dir=options.folder))
+    try:
+        measure(plan, report, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report.finish()
+    if options.json:
+        report.print_json()
+    return 0
+
+
+def measure(plan: TiersPlan, report: Report, folder: Path) -> None:
+    gradients = make_gradients(plan.batch, plan.dim, plan.seed)
+    ids = id_of(np.arange(plan.rows))
+    with ExitStack() as opened:
+        report.say(f"{plan.rows:,} rows in memory")
+        memory = new_table(plan.dim, cores())
+        opened.callback(memory.close)
+        in_memory = plan.rows / sum(fill(memory, ids, gradients))
+        allowed = plan.memory or max(memory.stats().bytes_total // 8, LEAST_MEMORY)
+        report.say(f"the same rows in {allowed:,} bytes of memory and files")
+        before = resident_bytes()
+        tiered = tiered_table(memory, allowed, folder)
+        opened.callback(tiered.close)
+        in_tiers = plan.rows / sum(fill(tiered, ids, gradients))
+        tiered.flush()
+        reader_threads = native.BlockReader().threads
+        report.about = {
+            "rows": plan.rows,
+            "dim": plan.dim,
+            "memory_limit": allowed,
+            "batch": plan.batch,
+            "table_threads": cores(),
+            "reader_threads": reader_threads,
+        }
+        report.add("insert in memory", "rows_per_s", in_memory, "rows/s")
+        report.compare("insert", "rows_per_s", in_tiers, "rows/s", {"insert in memory": in_memory})
+        raw = opened.enter_context(raw_reads(plan, report, folder, reader_threads))
+        rocks = opened.enter_context(rocksdb(plan, report, folder, allowed))
+        for name in plan.ids:
+            measure_ids(plan, report, name, memory, tiered, raw, rocks)
+        add_memory(report, memory, tiered, allowed, resident_bytes() - before)
+    report.show(
+        f"{plan.rows:,} rows of {plan.dim} floats with Adagrad, distinct ids of batches of {plan.batch:,}"
+    )
+
+
+def tiered_table(memory: NativeTable, allowed: int, folder: Path) -> TieredTable:
+    """Return an empty table like the one in memory, with so many bytes of memory."""
+    config = replace(memory.config, storage="tiered", memory_bytes=allowed, storage_dir=str(folder))
+    return TieredTable(config, workers=native.Workers(cores()))
+
+
+def measure_ids(
+    plan: TiersPlan,
+    report: Report,
+    name: str,
+    memory: NativeTable,
+    tiered: TieredTable,
+    raw: RawReads | None,
+    rocks: RocksRows | None,
+) -> None:
+    """Race both tables, raw reads and RocksDB with ids of one distribution."""
+    requests = distinct_batches(name, plan)
+    wanted = len(requests.ids[0])
+    gradients = make_gradients(wanted, plan.dim, plan.seed)
+    racing: dict[str, Contender] = {}
+    in_tiers, in_memory = (table_contenders(one, requests, gradients) for one in (tiered, memory))
+    for work in WORKS:
+        racing |= {work: in_tiers[work], f"{work} in memory": in_memory[work]}
+    if raw is not None:
+        racing["raw reads"] = Contender(wanted, lambda _: raw.read(wanted), itertools.count())
+    if rocks is not None:
+        racing |= rocks.contenders(requests, gradients)
+    report.say(f"{name} ids, {wanted:,} distinct ones in a batch: warming up")
+    step = in_tiers["lookup and update"]
+    began = time.perf_counter()
+    while time.perf_counter() - began < plan.warm_up:
+        step.run(next(step.batches))
+    report.say(f"{name} ids: lookup, lookup and update")
+    rates = race(racing, **plan.timing)
+    works = {*WORKS}
+    for case, rate in rates.items():
+        if case not in works:
+            report.add(f"{case}, {name}", "rows_per_s", rate, "rows/s")
+    for work in WORKS:
+        others = (f"{work} in memory", "raw reads", f"{work} in RocksDB")
+        baselines = {other: rates[other] for other in others if other in rates}
+        report.compare(f"{work}, {name}", "rows_per_s", rates[work], "rows/s", baselines)
+    before = tiered.stats()
+    for _ in range(COUNTED_STEPS):
+        step.run(next(step.batches))
+    after = tiered.stats()
+    read_rows = (after.cold_ids_read - before.cold_ids_read) / (after.tiered_ids - before.tiered_ids)
+    report.add(f"lookups and updates that read no file, {name}", "hit_rate", 1 - read_rows, "share")
+    for what in ("read", "written"):
+        field = f"cold_bytes_{what}"
+        moved = (getattr(after, field) - getattr(before, field)) / COUNTED_STEPS
+        report.add(f"bytes {what} in a step, {name}", f"bytes_{what}_per_step", moved, "bytes")
+
+
+def distinct_batches(name: str, plan: TiersPlan) -> IdBatches:
+    """Return batches of distinct ids, all as long as the shortest: a store asks a table for each id once."""
+    random = np.random.default_rng(plan.seed)
+    drawn = DISTRIBUTIONS[name](plan.rows, plan.batches * plan.batch, random)
+    distinct = [random.permutation(np.unique(one)) for one in drawn.reshape(plan.batches, plan.batch)]
+    shortest = min(map(len, distinct))
+    return IdBatches.of(np.concatenate([one[:shortest] for one in distinct]), shortest)
+
+
+def add_memory(report: Report, memory: NativeTable, tiered: TieredTable, allowed: int, resident: int) -> None:
+    whole, stats = memory.stats().bytes_total, tiered.stats()
+    report.add("table in memory", "memory", whole, "bytes")
+    report.compare("tiered table", "memory", stats.bytes_total, "bytes", {"table in memory": whole})
+    report.add("memory limit of the tiered table", "memory", allowed, "bytes")
+    report.add("memory that the process grew by", "memory", resident, "bytes", note="all contenders' buffers")
+    report.add("files of the tiered table", "file_bytes", stats.cold_bytes, "bytes")
+    hot = 1 - stats.cold_rows / stats.rows
+    report.add("rows in memory", "hot_rows", hot, "share")
+
+
+# The disk
+
+
+class RawReads:
+    """A file that is read at random places past the kernel's cache, by some threads."""
+
+    def __init__(self, descriptor: int, blocks: int, threads: int, seed: int) -> None:
+        self._descriptor = descriptor
+        self._blocks = blocks
+        self._random = np.random.default_rng(seed)
+        self._buffers = [mmap.mmap(-1, BLOCK) for _ in range(threads)]  # aligned, as O_DIRECT requires
+        self._pool = ThreadPoolExecutor(threads)
+
+    def read(self, count: int) -> None:
+        offsets = self._random.integers(0, self._blocks, count) * BLOCK
+        parts = np.array_split(offsets, len(self._buffers))
+        for _ in self._pool.map(self._read_some, self._buffers, parts):
+            pass
+
+    def _read_some(self, buffer: mmap.mmap, offsets: NDArray[np.int64]) -> None:
+        into = [buffer]
+        for offset in offsets.tolist():
+            os.preadv(self._descriptor, into, offset)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for buffer in self._buffers:
+            buffer.close()
+
+
+@contextmanager
+def raw_reads(plan: TiersPlan, report: Report, folder: Path, threads: int) -> Iterator[RawReads | None]:
+    """Write a file of as many bytes as the rows have, and open it; None where reads cannot be direct."""
+    report.say("a file for raw reads")
+    path, random = folder / "raw", np.random.default_rng(plan.seed)
+    blocks = -(-plan.rows * plan.row_bytes // BLOCK)
+    with path.open("wb") as file:
+        for at in range(0, blocks * BLOCK, PIECE):
+            file.write(random.bytes(min(PIECE, blocks * BLOCK - at)))
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        if not hasattr(os, "O_DIRECT"):
+            os.close(descriptor)
+            raise OSError("this system has no O_DIRECT")
+    except OSError as error:
+        note = f"not measured: the file cannot be read past the kernel's cache ({error})"
+        report.add("raw reads", "rows_per_s", None, "rows/s", note=note)
+        yield None
+        return
+    made = RawReads(descriptor, blocks, threads, plan.seed)
+    try:
+        yield made
+    finally:
+        made.close()
+        os.close(descriptor)
+
+
+# RocksDB
+
+
+class RocksRows:
+    """The same rows in RocksDB, through `rocksdict`: direct reads, bloom filters, no compression, no log.
+
+    Args:
+        memory: Bytes, a quarter for rows not yet written, the rest for its cache of blocks.
+    """
+
+    def __init__(self, folder: Path, dim: int, memory: int) -> None:
+        rocksdict: Any = import_module("rocksdict")  # without types
+        blocks = rocksdict.BlockBasedOptions()
+        blocks.set_block_cache(rocksdict.Cache(memory * 3 // 4))
+        blocks.set_bloom_filter(10, False)
+        options = rocksdict.Options(raw_mode=True)
+        options.set_block_based_table_factory(blocks)
+        options.set_compression_type(rocksdict.DBCompressionType.none())
+        options.set_use_direct_reads(True)
+        options.set_write_buffer_size(memory // 8)
+        options.increase_parallelism(cores())
+        self._rocksdict = rocksdict
+        self._unlogged = rocksdict.WriteOptions()
+        self._unlogged.disable_wal = True
+        self._db: Any = rocksdict.Rdict(str(folder / "rocksdb"), options)
+        self._dim = dim
+
+    def read(self, ids: Tensor) -> NDArray[np.float32]:
+        """Return embeddings with the state of Adagrad, one row for each id."""
+        found = self._db.get(_keys(ids))
+        return np.frombuffer(b"".join(found), np.float32).reshape(len(ids), 2 * self._dim)
+
+    def write(self, ids: Tensor, rows: NDArray[np.float32]) -> None:
+        batch, size = self._rocksdict.WriteBatch(raw_mode=True), rows.shape[1] * FLOAT_BYTES
+        values = rows.tobytes()
+        for number, key in enumerate(_keys(ids)):
+            batch.put(key, values[number * size : (number + 1) * size])
+        self._db.write(batch, self._unlogged)
+
+    def step(self, ids: Tensor, gradients: NDArray[np.float32]) -> None:
+        rows = self.read(ids).copy()
+        rows[:, self._dim :] += gradients * gradients
+        rows[:, : self._dim] -= LEARNING_RATE * gradients / np.sqrt(rows[:, self._dim :])
+        self.write(ids, rows)
+
+    def contenders(self, requests: IdBatches, gradients: Tensor) -> Mapping[str, Contender]:
+        changes = gradients.numpy()
+        wanted = len(changes)
+
+        def batches() -> Iterator[int]:
+            return itertools.cycle(range(len(requests)))
+
+        return {
+            "lookup in RocksDB": Contender(wanted, lambda at: self.read(requests.ids[at]), batches()),
+            "lookup and update in RocksDB": Contender(
+                wanted, lambda at: self.step(requests.ids[at], changes), batches()
+            ),
+        }
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _keys(ids: Tensor) -> list[bytes]:
+    text = ids.numpy().tobytes()
+    return [text[at : at + 8] for at in range(0, len(text), 8)]
+
+
+@contextmanager
+def rocksdb(plan: TiersPlan, report: Report, folder: Path, memory: int) -> Iterator[RocksRows | None]:
+    """Put all rows into RocksDB; None without `rocksdict`, which the report says."""
+    if find_spec("rocksdict") is None:
+        note = "not measured: rocksdict is not installed (`pip install rocksdict`)"
+        report.add("lookup and update in RocksDB", "rows_per_s", None, "rows/s", note=note)
+        yield None
+        return
+    report.say("the same rows in RocksDB")
+    rocks = RocksRows(folder, plan.dim, memory)
+    try:
+        random = np.random.default_rng(plan.seed)
+        for ids in torch.split(id_of(np.arange(plan.rows)), plan.batch):
+            rocks.write(ids, random.random((len(ids), 2 * plan.dim), np.float32) + np.float32(0.1))
+        yield rocks
+    finally:
+        rocks.close()
