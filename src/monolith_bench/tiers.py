@@ -252,7 +252,7 @@ class RawReads:
 
 @contextmanager
 def raw_reads(plan: TiersPlan, report: Report, folder: Path, threads: int) -> Iterator[RawReads | None]:
-    """Write a file of as many bytes as the rows have, and open it; None where reads cannot be direct."""
+    """Write a file of as many bytes as the rows have, and open it; None if reads cannot be direct."""
     report.say("a file for raw reads")
     path, random = folder / "raw", np.random.default_rng(plan.seed)
     blocks = -(-plan.rows * plan.row_bytes // BLOCK)
