@@ -142,7 +142,7 @@ def test_too_many_bad_records_end_the_run(tmp_path: Path) -> None:
 
 def test_a_column_that_the_data_lacks_is_an_error(tmp_path: Path) -> None:
     text = CSV.replace("user,", "uzer,")
-    with pytest.raises(DataError, match=r"no column 'user'.*FeatureSpec\(optional=\['user'\]\)"):
+    with pytest.raises(DataError, match=r"no column 'user'.*optional=\['user'\] of a FeatureSpec"):
         list(Pipeline(csv(tmp_path, text)).to_batches(SPEC))
 
 

@@ -62,7 +62,7 @@ def test_a_label_of_whole_numbers_trains() -> None:
 
 @pytest.mark.parametrize("name", ["user", "item", "label"])
 def test_a_column_that_the_data_lacks_ends_the_run_before_its_first_step(name: str) -> None:
-    with pytest.raises(DataError, match=f"no column '{name}'; they have "):
+    with pytest.raises(DataError, match=f"no column '{name}'; the columns that are read are "):
         Trainer(Likes(columns=without(name))).train()
 
 

@@ -526,7 +526,7 @@ class ColumnCheck:
     def _missing(self, found: str) -> DataError:
         name = self._unseen[0]
         # Not "they have": sources read only columns that are asked for, and a file may have more.
-        there = known_columns(name, self._known, "of the columns that are read they have")
+        there = known_columns(name, self._known, "the columns that are read are")
         said = f"{self._who}: {found} column {name!r}; {there}"
         if self._optional is None:
             return DataError(said)

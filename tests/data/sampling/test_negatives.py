@@ -406,7 +406,7 @@ def test_generation_agrees_with_the_plain_telling(rows, neg_num, start_num, more
 
 def test_without_labels_or_actions_there_are_no_positives_and_that_is_an_error():
     table = to_records({ITEM: [1, 2], "tag": [1, 2], "lable": [1, 0]})
-    with pytest.raises(DataError, match=r"no column 'label'; they have .*Did you mean 'lable'"):
+    with pytest.raises(DataError, match=r"no column 'label'; the columns .*Did you mean 'lable'"):
         generation(item_features=("tag",))(table, first=0)
     with pytest.raises(DataError, match=f"no column '{ACTIONS}'"):
         generation(item_features=("tag",), positive_actions=(1,))(table, first=0)
