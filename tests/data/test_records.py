@@ -169,7 +169,7 @@ def test_a_wrong_column_is_an_error_that_names_what_there_is(spec: BatchSpec) ->
     records = to_records({"user": [1, 2], "item": [3, 4]})
     with pytest.raises(
         DataError,
-        match=r"no column 'usr'; .*they have user, item\. Did you mean 'user'\?",
+        match=r"no column 'usr'; .*the columns that are read are user, item\. Did you mean 'user'\?",
     ):
         make_batch(records, spec)
 
@@ -233,7 +233,7 @@ class TestAStreamOfRecords:
         make(self.records(999))
         with pytest.raises(
             DataError,
-            match=r"none of the first 1,004 records has a column 'idd'; .*they have id",
+            match=r"none of the first 1,004 records has a column 'idd'; .*the columns that are read are id",
         ):
             make(self.records(5))
 
