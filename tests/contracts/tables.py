@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from services.emulated_cuda import EmulatedDevice, device_names
+from services.emulated_cuda import EmulatedDevice, device_named, device_names
 from services.spilling_tables import (
     RoomyCudaTable,
     RoomyEmulatedTable,
@@ -79,6 +79,23 @@ def spilling_table_classes() -> list[Any]:
 def tiered_table_classes() -> list[Any]:
     """Return tables that keep most rows in files."""
     return [SmallTieredTable]
+
+
+def crowded_table_classes() -> list[Any]:
+    """Return device tables that have no room for a copy of themselves: snapshots copy rows that change."""
+    return [_crowded(name) for name in device_names()]
+
+
+def _crowded(name: str) -> Any:
+    kind = type(device_named(name))
+
+    class CrowdedDevice(kind):  # type: ignore[misc, valid-type]
+        free_bytes = 0
+
+    def make(self: Any, config: TableConfig, **others: Any) -> None:
+        CudaTable.__init__(self, config, **{"device": CrowdedDevice(), **others})
+
+    return type(f"Crowded{name.capitalize()}Table", (CudaTable,), {"__init__": make})
 
 
 def roomy_table_classes() -> list[Any]:

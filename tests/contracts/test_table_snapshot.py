@@ -12,6 +12,7 @@ import pytest
 import torch
 from contracts.tables import (
     bfloat16_table_classes,
+    crowded_table_classes,
     ids,
     roomy_table_classes,
     rows,
@@ -47,6 +48,7 @@ Content = dict[int, tuple[int, list[float], list[float]]]
     params=[
         *table_classes(),
         *tiered_table_classes(),
+        *crowded_table_classes(),
         *roomy_table_classes(),
         *bfloat16_table_classes(),
     ],

@@ -21,6 +21,7 @@ from monolith.model.step_graph import GraphedStep, StepGraph
 from monolith.nn import GradClipType
 from monolith.store import LocalStore
 from monolith.table import SlotThresholds, TouchedKeySet
+from monolith.table.cuda import snapshots
 from monolith.tensors import RaggedTensor
 
 NAMES = ("ad", "item", "user")
@@ -355,13 +356,21 @@ def test_touched_sets_get_the_ids_of_replayed_steps(device: Device) -> None:
     assert found[0] == found[1] != []
 
 
-def test_a_snapshot_sees_rows_as_they_were(device: Device) -> None:
+@pytest.mark.parametrize("room", [True, False])
+def test_a_snapshot_sees_rows_as_they_were(
+    device: Device, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not room:
+        monkeypatch.setattr(snapshots, "_WHOLE_SHARE", 0)
     trained = Trained(device, graphed=True).train(batches(8, most=8))
     store = trained.model.embeddings.store
     assert isinstance(store, LocalStore)
     before = rows_of(trained)["item"]
     snapshot = store.table("item").snapshot()
+    assert trained.graph is not None
+    replays = trained.graph.replays
     trained.train(batches(4, most=8))
+    assert trained.graph.replays == replays + (4 if room else 0)
     seen = snapshot.scan(limit=100_000).rows
     snapshot.close(saved=True)
     assert torch.equal(seen.take(seen.ids.argsort()).values.cpu(), before.values.cpu())

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from monolith.observe import Resting, yield_to_others
+from monolith.observe import Resting, waiting_for_yielded, yield_to_others
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
@@ -37,6 +37,17 @@ def test_the_whole_of_a_processor_never_rests() -> None:
     resting = Resting(1.0, sleep=lambda _: pytest.fail("it rested"), rests=lambda: True)
     for _ in range(3):
         resting.advance()
+
+
+def test_nothing_rests_while_it_is_waited_for() -> None:
+    work, rests = iter([0.0, 0.0, 1.0, 1.0]), []
+    resting = Resting(0.5, clock=lambda: next(work), sleep=rests.append, rests=lambda: True)
+    resting.advance()
+    with waiting_for_yielded():
+        resting.advance()
+    assert rests == []
+    resting.advance()
+    assert rests == [1.0]
 
 
 def test_each_thread_has_its_own_share() -> None:

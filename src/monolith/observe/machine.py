@@ -18,7 +18,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -321,11 +321,29 @@ def has_yielded() -> bool:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) >= _LOW
 
 
+_waiting = [0]
+"""How many threads are in `waiting_for_yielded`."""
+_waiting_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def waiting_for_yielded() -> Iterator[None]:
+    """Let no thread rest while the block runs, since it waits for work of threads that yielded to others."""
+    with _waiting_lock:
+        _waiting[0] += 1
+    try:
+        yield
+    finally:
+        with _waiting_lock:
+            _waiting[0] -= 1
+
+
 class Resting:
     """A `Progress` that rests: a thread that has yielded to others gets no more than a share of a processor.
 
     A lower priority is not enough where threads of the training wait busily for each other: whatever one of
-    them loses, all of them lose. A thread for which training waits has not yielded, and does not rest.
+    them loses, all of them lose. A thread for which training waits does not rest: it has not yielded, or the
+    wait is in `waiting_for_yielded`.
 
     Args:
         share: Of one processor, above 0 and up to 1, which never rests.
@@ -349,7 +367,7 @@ class Resting:
 
     def advance(self, amount: float = 1) -> None:  # noqa: ARG002
         """Rest in proportion to the work since the last call of this thread."""
-        if self._rest == 0 or not self._rests():
+        if self._rest == 0 or _waiting[0] or not self._rests():
             return
         now = self._clock()
         worked = now - getattr(self._threads, "since", now)

@@ -152,7 +152,8 @@ class Model:
     ) -> TablesPart:
         """Return what a checkpoint keeps of the rows; see `parts` and `TablesPart`."""
         tables, filters = self._tables()
-        busy = torch.get_num_threads() >= usable_cores()
+        on_cpu = self._device is None or self._device.type == "cpu"
+        busy = on_cpu and torch.get_num_threads() >= usable_cores()
         return TablesPart(
             tables,
             filters,

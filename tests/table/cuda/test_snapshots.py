@@ -1,4 +1,5 @@
-"""What a snapshot of a device table does beyond the contract: copies on the device, growth and shrinking."""
+"""What a snapshot of a device table does beyond the contract: a copy of all rows if the device has room, or
+copies of the rows that change; growth and shrinking."""
 
 from __future__ import annotations
 
@@ -32,6 +33,18 @@ def device(request: pytest.FixtureRequest) -> Device:
     return device_named(request.param)
 
 
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has no room for a copy of a table."""
+    monkeypatch.setattr(snapshots, "_WHOLE_SHARE", 0)
+
+
+@pytest.fixture(params=["room", "no room"])
+def with_and_without_room(request: pytest.FixtureRequest) -> None:
+    if request.param == "no room":
+        request.getfixturevalue("no_room")
+
+
 def content(chunks: Any) -> dict[int, tuple[Any, ...]]:
     found: dict[int, tuple[Any, ...]] = {}
     for rows in chunks:
@@ -58,6 +71,30 @@ def train(table: Any, ids: Any, time: int = 1) -> None:
     table.apply_gradients(keys, torch.ones(len(keys), table.dim), event_time=time, dedup=True)
 
 
+def test_a_snapshot_is_a_copy_of_the_table_until_it_is_closed(device: Device) -> None:
+    table = CudaTable(CONFIG, device=device)
+    train(table, range(1000))
+    before = content(iterate(table))
+    stats = table.stats()
+    snapshot = table.snapshot()
+    assert stats.bytes_total < snapshot.captured_bytes < 1.2 * stats.bytes_total
+    train(table, range(2000), time=5)
+    assert content(scanned(snapshot)) == before
+    snapshot.close(saved=True)
+    assert snapshot.captured_bytes == 0
+
+
+def test_rows_that_moved_within_the_table_are_in_the_copy_once(device: Device) -> None:
+    table = CudaTable(CONFIG, device=device)
+    train(table, range(1000))
+    table.remove(torch.arange(0, 1000, 2))
+    before = content(iterate(table))
+    snapshot = table.snapshot()
+    train(table, range(1000, 1400))  # places of rows that were removed become free
+    assert content(scanned(snapshot)) == before
+
+
+@pytest.mark.usefixtures("no_room")
 def test_copies_that_the_device_has_no_room_for_go_to_the_host(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +113,7 @@ def test_copies_that_the_device_has_no_room_for_go_to_the_host(
     snapshot.close(saved=True)
 
 
+@pytest.mark.usefixtures("with_and_without_room")
 def test_a_snapshot_outlives_growth_and_shrinking(device: Device) -> None:
     table = CudaTable(CONFIG, device=device)
     table.track_changes()
@@ -96,6 +134,7 @@ def test_a_snapshot_outlives_growth_and_shrinking(device: Device) -> None:
     again.close(saved=True)
 
 
+@pytest.mark.usefixtures("with_and_without_room")
 def test_a_table_that_serves_codes_is_snapshot_as_what_they_say(device: Device) -> None:
     config = TableConfig(name="item", segments=(Segment(dim=3, compressor=Fp16()),), serving=True)
     table = CudaTable(config, device=device)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from train.runs import At, FakeClock, FakeRun, result, train
 
 from monolith.concurrency import Clocks
 from monolith.errors import ConfigError, TrainingError, TransientFilesystemError
-from monolith.observe import Metrics
+from monolith.observe import Metrics, Resting
 from monolith.train.hook import Hook
 from monolith.train.hooks import (
     BarrierHook,
@@ -606,6 +608,30 @@ def test_a_run_without_steps_may_still_have_to_end_with_a_full_checkpoint(checkp
 
 
 # With a barrier
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
+def test_a_save_in_the_background_rests_until_the_end_waits_for_it(checkpoints):
+    ticks, rested = itertools.count(), threading.Event()
+    resting = Resting(0.5, clock=lambda: float(next(ticks)), sleep=lambda _: rested.set())
+
+    def write(self: Moment) -> str:
+        resting.advance()
+        give_up = time.monotonic() + SECONDS
+        while time.monotonic() < give_up:
+            rested.clear()
+            resting.advance()
+            if not rested.is_set():
+                return f"model.ckpt-{self.step}"
+        raise AssertionError("it rested although the run waited for it")
+
+    moment = type("Rests", (Moment,), {"write": write})
+    checkpoints.snapshot = lambda step: moment(checkpoints, step)
+    hook = SaveHook(checkpoints, SaveConfig(steps=2, asynchronous=True))
+    seen = []
+    train([hook], 3, on_step=lambda run: seen.append(run.step == 3 and rested.wait(SECONDS)))
+    assert seen[-1]
+    assert hook.has_saved(3)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

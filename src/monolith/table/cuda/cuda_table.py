@@ -46,6 +46,7 @@ from monolith.table.cuda.snapshots import (
     Removed,
     SnapshotChunk,
     SnapshotMoment,
+    WholeCopy,
     first_rows,
     merged_scan,
 )
@@ -72,11 +73,11 @@ class CudaTable:
     Results are those of `NativeTable` to the bit, except where a one_bit segment asks for a tanh. Of equal
     ids gradients are summed in the order of the batch.
 
-    Publishers may follow it (`touch`, `digests`), and it can be snapshotted. While a snapshot is open, and
-    while changes are tracked, a place costs one byte more; a snapshot uses up to 2 GB of the device for
-    copies of rows that changed, and host memory for more. `capacity_bytes` bounds index and rows without
-    that, at every moment: while a table grows, old and new together are not more. Memory that `evict` makes
-    idle is returned to torch.
+    Publishers may follow it (`touch`, `digests`), and it can be snapshotted. A snapshot is a copy on the
+    device until it is closed; where less than twice the table's memory is free, it uses up to 2 GB of the
+    device for copies of rows that changed, and host memory for more. While changes are tracked, a place costs
+    one byte more. `capacity_bytes` bounds index and rows without that, at every moment: while a table grows,
+    old and new together are not more. Memory that `evict` makes idle is returned to torch.
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
@@ -381,15 +382,14 @@ class CudaTable:
                 self._thawed.notify_all()
 
     def snapshot(self) -> CudaTableSnapshot:
-        """Open a snapshot: from now on rows are copied before they change."""
+        """Open a snapshot: a copy of the table, or, without room for it, of rows before they change."""
         with self._open() as memory:
             seen = self._rows.usage.read()
-            gone = self._rows.watch.open_snapshot(memory, seen.rows)
-            copies = self._rows.watch.copies
-            assert copies is not None
+            copies, gone = self._rows.watch.open_snapshot(memory, seen.rows)
             moment = SnapshotMoment(seen.rows, list(self._scalars.scales), seen.counters[NEWEST], gone)
+            read = copies.read if isinstance(copies, WholeCopy) else self.read_snapshot
             return CudaTableSnapshot(
-                self._config, self._owner, moment, copies, read=self.read_snapshot, end=self.end_snapshot
+                self._config, self._owner, moment, copies, read=read, end=self.end_snapshot
             )
 
     def read_snapshot(self, first: int, last: int, limit: int, changed_only: bool) -> SnapshotChunk:

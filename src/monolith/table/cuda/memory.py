@@ -285,7 +285,7 @@ class DeviceMemory:
 
     def keep_for(self, stream: DeviceStream) -> None:
         """Keep the memory alive for kernels launched on another stream than it was allocated on."""
-        for array in (self._keys, self._times, self._values, self._states, self._flags):
+        for array in (*self._arrays(), self._flags):
             if array is not None:
                 stream.keep(array)
 
@@ -596,6 +596,16 @@ class DeviceMemory:
             self._launch(self._index, "drop_copied", blocks, *self._head(), stamps)
             free()
 
+    def copied(self) -> DeviceMemory:
+        """Return a memory with the same rows and flags, for reading. Waits for nothing."""
+        new = self.empty(self.places)
+        if self._flags is not None:
+            new._flags = torch.empty_like(self._flags)
+            new._flags.copy_(self._flags)
+        for mine, its in zip(self._arrays(), new._arrays(), strict=True):
+            its.copy_(mine)
+        return new
+
     def empty(self, places: int) -> DeviceMemory:
         """Return a memory of another size for the same rows, without any."""
         return DeviceMemory(self.layout, self.counters, places, device=self._owner, stream=self.stream)
@@ -660,6 +670,9 @@ class DeviceMemory:
         n = len(hashes)
         self._launch(self._index, "find_hashes", blocks_for(len(hashes)), *self._head(), hashes, n, places)
         return places.to(torch.int64)
+
+    def _arrays(self) -> tuple[Tensor, ...]:
+        return self._keys, self._times, self._values, self._states
 
     def _launch(
         self, kernels: Kernels, kernel: str, blocks: int, *arguments: Any, threads: int = THREADS

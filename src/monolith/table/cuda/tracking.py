@@ -1,9 +1,9 @@
 """Tracking: what publishers, snapshots and checkpoints learn about changed rows of a device table.
 
 Touched sets get the ids whose rows changed or were removed. Those ids stay on the device until a set is read,
-so that a training step waits for nothing. A snapshot has rows copied before they change. A table that tracks
-changes remembers which rows changed since the last snapshot (flags on the device) and which ids were removed
-(a list on the host).
+so that a training step waits for nothing. A snapshot copies the whole table within the device if there is
+room, or else each row before it changes. A table that tracks changes remembers which rows changed since the
+last snapshot (flags on the device) and which ids were removed (a list on the host).
 
     flags of a place    TAKEN: the open snapshot does not read the row in the table
                         CHANGED: changed since the last snapshot       BEFORE: changed before the open one
@@ -22,7 +22,7 @@ from torch import Tensor
 from monolith.cuda.device import Device
 from monolith.errors import TableArgumentError
 from monolith.table.cuda.memory import BEFORE, CHANGED, NONE, Claimed, DeviceMemory
-from monolith.table.cuda.snapshots import CopiedRows, Removed
+from monolith.table.cuda.snapshots import CopiedRows, Removed, WholeCopy
 from monolith.table.hashing import unmix
 from monolith.table.touched_keys import TouchedKeySet
 
@@ -43,7 +43,8 @@ class ChangeTracker:
         self._untold: list[tuple[Tensor, Tensor]] = []  # ids and places of batches, on the device
         self._untold_ids = 0
         self._removed: Removed | None = None  # None tracks nothing
-        self._copies: CopiedRows | None = None  # None while no snapshot is open
+        self._snapshot_open = False
+        self._copies: CopiedRows | None = None  # of the open snapshot, if rows are copied before they change
 
     @property
     def idle(self) -> bool:
@@ -79,25 +80,28 @@ class ChangeTracker:
         if memory.flags is not None:
             memory.flags.bitwise_and_(0xFF ^ CHANGED)
 
-    def open_snapshot(self, memory: DeviceMemory, rows: int) -> Removed | None:
-        """Copy rows before they change, from now on; return the ids removed since the snapshot before.
+    def open_snapshot(self, memory: DeviceMemory, rows: int) -> tuple[WholeCopy | CopiedRows, Removed | None]:
+        """Return where the snapshot finds its rows, and the ids removed since the snapshot before.
 
         Raises:
             TableArgumentError: Another snapshot is open.
         """
-        if self._copies is not None:
+        if self._snapshot_open:
             raise TableArgumentError("table: a snapshot is open already; close it first")
-        self._copies = CopiedRows(memory, self._device, rows)
-        self._set_flags(memory)
-        assert memory.flags is not None
-        memory.flags.bitwise_and_(CHANGED).mul_(BEFORE // CHANGED)  # CHANGED becomes BEFORE, the rest 0
+        if memory.flags is not None:
+            memory.flags.bitwise_and_(CHANGED).mul_(BEFORE // CHANGED)  # CHANGED becomes BEFORE, the rest 0
+        whole = WholeCopy.of(memory, self._device, rows)
+        if whole is None:
+            self._copies = CopiedRows(memory, self._device, rows)
+            self._set_flags(memory)
+        self._snapshot_open = True
         before = self._removed
         self._removed = None if before is None else Removed()
-        return before
+        return whole or self._copies, before
 
     @property
     def copies(self) -> CopiedRows | None:
-        """The copies of the open snapshot."""
+        """The copies of the open snapshot; None if it copied the whole table."""
         return self._copies
 
     def close_snapshot(self, memory: DeviceMemory | None, unsaved: Removed | None) -> None:
@@ -108,6 +112,7 @@ class ChangeTracker:
             unsaved: The ids removed before the snapshot, if it was not saved; None if it was.
         """
         copies, self._copies = self._copies, None
+        self._snapshot_open = False
         if copies is not None:
             copies.keep_for_current()
         flags = None if memory is None else memory.flags
@@ -154,7 +159,7 @@ class ChangeTracker:
         Raises:
             TableArgumentError: A snapshot is open.
         """
-        if self._copies is not None:
+        if self._snapshot_open:
             raise TableArgumentError("clear: a snapshot of this table is open; close it first")
         self.tell_touched()
         if self._touched:
