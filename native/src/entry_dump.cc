@@ -70,7 +70,8 @@ Message message_of(OptimizerKind kind) {
       return {14, {{{1, kInt64}}}};
     case OptimizerKind::kGroupAdagrad:
       return {15, {{{1, kScalar}}}};
-    case OptimizerKind::kMovingAverage:
+    case OptimizerKind::kMovingAverage:   // has no state
+    case OptimizerKind::kRowwiseAdagrad:  // is refused: the format has no message for it
       break;
   }
   return {};
@@ -181,6 +182,9 @@ EntryDumpCodec::EntryDumpCodec(std::vector<DumpSegment> segments) : segments_(st
     if (segment.dim < 1 || segment.dim > 1u << 24)
       throw std::invalid_argument("the dim of a segment must be 1 to 16777216, got " +
                                   std::to_string(segment.dim));
+    if (message_of(segment.kind).field == 0 && state_floats(segment.kind, segment.dim) != 0)
+      throw std::invalid_argument("an entry dump has no message for the state of " +
+                                  std::string(optimizer_name(segment.kind)));
     dim_ += segment.dim;
     state_dim_ += state_floats(segment.kind, segment.dim);
   }

@@ -13,6 +13,7 @@
 //   group_adagrad         grad_square_sum
 //   momentum              n[d]
 //   rmsprop, rmspropv2    n[d]
+//   rowwise_adagrad       norm
 #pragma once
 
 #include <array>

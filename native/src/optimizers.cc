@@ -44,6 +44,7 @@ struct HostValues {
   int dim;
 
   MONOLITH_INLINE int d() const { return kDim != 0 ? kDim : dim; }
+  MONOLITH_INLINE int count() const { return d(); }
   MONOLITH_INLINE float* scalars() const { return state + Rule::kVectors * d(); }
 
   template <class F>

@@ -22,6 +22,7 @@ from monolith.table import (
     MovingAverage,
     Optimizer,
     Rmsprop,
+    RowwiseAdagrad,
     Sgd,
     StochasticRounding,
     from_upstream,
@@ -51,6 +52,7 @@ def test_the_table_of_optimizers_is_complete_and_named_by_kind() -> None:
         ("moving_average", 0),
         ("rmsprop", 3),
         ("rmspropv2", 3),
+        ("rowwise_adagrad", 1),
     ],
 )
 def test_state_is_as_wide_as_documented(kind: str, floats: int) -> None:
@@ -208,6 +210,7 @@ def test_an_empty_accumulator_and_no_gradient_leave_the_value_alone() -> None:
         Adagrad(initial_accumulator_value=0.0),
         DynamicWdAdagrad(initial_accumulator_value=0.0),
         GroupAdagrad(initial_accumulator_value=0.0),
+        RowwiseAdagrad(initial_accumulator_value=0.0),
     ):
         assert stepped(optimizer, [0.5, -2.0], [0.0, 0.0])[0] == [0.5, -2.0]
 
@@ -232,6 +235,19 @@ def test_a_rule_whose_state_divides_by_the_rate_waits_at_rate_zero(optimizer: Op
 def test_group_adagrad_accumulates_at_rate_zero_and_keeps_its_values() -> None:
     values, state = stepped(GroupAdagrad(initial_accumulator_value=1.0), [0.5, -2.0], [1.0, 3.0], lr=0.0)
     assert (values, state) == ([0.5, -2.0], {"grad_square_sum": [10.0]})
+
+
+def test_rowwise_adagrad_has_one_rate_for_the_mean_of_the_squares() -> None:
+    values, state = stepped(RowwiseAdagrad(initial_accumulator_value=0.0), [0.0, 1.0], [1.0, 7.0])
+    assert state == {"norm": [25.0]}
+    assert values == pytest.approx([-0.1 / 5, 1 - 0.7 / 5])
+
+
+def test_rowwise_adagrad_of_one_value_is_adagrad() -> None:
+    steps = [0.5], [2.0], [-1.0]
+    for settings in ({}, {"weight_decay": 0.25}):
+        rowwise, each = RowwiseAdagrad(**settings), Adagrad(**settings)
+        assert stepped(rowwise, [1.5], *steps) == stepped(each, [1.5], *steps)
 
 
 def test_ftrl_shrinks_both_signs_alike() -> None:

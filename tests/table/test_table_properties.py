@@ -54,6 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adam": {"weight_decay": 0.01, "use_nesterov": True},
     "momentum": {"use_nesterov": True, "weight_decay": 0.01},
     "dynamic_wd_adagrad": {"weight_decay": 0.01},
+    "rowwise_adagrad": {"weight_decay": 0.01},
 }
 # Shorter than, equal to and longer than a vector register, so that remainders are covered.
 DIMS = [1, 2, 3, 7, 8, 9, 16, 19]

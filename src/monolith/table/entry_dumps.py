@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem, native
-from monolith.errors import CorruptFileError, RestoreError, ServingTableError
+from monolith.errors import CorruptFileError, RestoreError, ServingTableError, TableArgumentError
 from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.table.config import TableConfig
 from monolith.table.dumps import (
@@ -593,7 +593,11 @@ def _rows(entries: native.DecodedEntries, path: str, end: int) -> Rows:
 
 
 def _codec(config: TableConfig) -> native.EntryDumpCodec:
-    return native.EntryDumpCodec([(segment.optimizer.rule.kind, segment.dim) for segment in config.segments])
+    segments = [(segment.optimizer.rule.kind, segment.dim) for segment in config.segments]
+    try:
+        return native.EntryDumpCodec(segments)
+    except ValueError as cause:  # an optimizer that the original does not have
+        raise TableArgumentError(f"table {config.name!r}: {cause}") from None
 
 
 def _codec_of(layout: RowLayout, basename: str) -> native.EntryDumpCodec:

@@ -64,6 +64,7 @@ STATE_FIELDS: dict[str, tuple[StateField, ...]] = {
     "moving_average": (),
     "rmsprop": (StateField("n"),),
     "rmspropv2": (StateField("n"),),
+    "rowwise_adagrad": (StateField("norm", "scalar", "initial_accumulator_value"),),
 }
 """Kind to state, in the order of a row."""
 
@@ -202,6 +203,32 @@ class Adagrad(Optimizer):
     """L2: `weight_decay * w` is added to the gradient of a row once in each step that the row is in, whatever
     the number of its examples. `EmbeddingOptimizer` sums gradients over the batch, so that the same decay
     counts for less the larger the batch is; see docs/guides/tuning.md."""
+    warmup_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowwiseAdagrad(Optimizer):
+    """Adagrad with one rate for all values of a row: it keeps one float, and not one for each value.
+
+    The accumulator grows by the mean of the squared gradients of the values. A row of 32 values and its state
+    take 132 bytes in place of 256.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import NativeTable, Segment, TableConfig
+        >>> from monolith.table import RowwiseAdagrad
+        >>> optimizer = RowwiseAdagrad(learning_rate=0.1, initial_accumulator_value=0.0)
+        >>> table = NativeTable(TableConfig(name="item", segments=(Segment(dim=2, optimizer=optimizer),)))
+        >>> table.apply_gradients(torch.tensor([7]), torch.tensor([[1.0, 7.0]]), step=1)
+        >>> table.lookup(torch.tensor([7]))  # the mean of 1 and 49 is 25: a rate of 0.1 / 5 for both
+        tensor([[-0.0200, -0.1400]])
+    """
+
+    kind: ClassVar[str] = "rowwise_adagrad"
+    learning_rate: float = 0.05
+    initial_accumulator_value: float = 0.1
+    weight_decay: float = 0.0
+    """As in `Adagrad`."""
     warmup_steps: int = 0
 
 
@@ -492,6 +519,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "moving_average": MovingAverage,
     "rmsprop": Rmsprop,
     "rmspropv2": RmspropV2,
+    "rowwise_adagrad": RowwiseAdagrad,
 }
 
 _UPSTREAM_NAMES = {

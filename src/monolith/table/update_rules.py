@@ -31,6 +31,7 @@ from monolith.table.optimizers import (
     Optimizer,
     Rmsprop,
     RmspropV2,
+    RowwiseAdagrad,
 )
 from monolith.table.table import Rows
 
@@ -201,6 +202,12 @@ def _group_adagrad(o: GroupAdagrad, w: Floats, s: State, g: Floats, lr: np.float
     w[:] = 0 if norm < l2 or norm == 0 else -rate * ((norm - l2) / norm) * z
 
 
+def _rowwise_adagrad(o: RowwiseAdagrad, w: Floats, s: State, g: Floats, lr: np.float32, _step: int) -> None:
+    g = g + _f(o.weight_decay) * w
+    s["norm"] += np.sum(g * g) / _f(len(g))
+    w -= _over(lr, np.sqrt(s["norm"])) * g
+
+
 def _momentum(o: Momentum, w: Floats, s: State, g: Floats, lr: np.float32, _step: int) -> None:
     mu, n = _f(o.momentum), s["n"]
     velocity = mu * n - lr * (g + _f(o.weight_decay) * w)
@@ -249,6 +256,7 @@ RULES: dict[str, Callable[[Any, Floats, State, Floats, np.float32, int], None]] 
     "moving_average": _moving_average,
     "rmsprop": _rmsprop,
     "rmspropv2": _rmsprop,
+    "rowwise_adagrad": _rowwise_adagrad,
 }
 
 

@@ -38,6 +38,7 @@ from monolith.table import (
     RandomUniform,
     Rmsprop,
     RmspropV2,
+    RowwiseAdagrad,
     Sgd,
     Zeros,
 )
@@ -56,6 +57,7 @@ RowOptimizer = (
     | Momentum
     | Rmsprop
     | RmspropV2
+    | RowwiseAdagrad
     | MovingAverage
     | BatchSoftmax
 )

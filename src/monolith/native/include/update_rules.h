@@ -23,6 +23,7 @@
 //   values.sum(f)        the sum of f(w, g, state...) over the values, in their order
 //   values.largest(f)    the largest of f(w, g, state...), at least 0
 //   values.scalars()     the floats of state after the vectors
+//   values.count()       how many values there are
 //
 // The core calls f with vectors of 4 to 16 values at a time (see portable.h), so its parameters are `auto`
 // and a condition on a value is written `a < b ? x : y`, which chooses lane by lane. Left to vectorize such
@@ -302,6 +303,22 @@ struct GroupAdagrad : AccumulatorState<0, 1> {
   }
 };
 
+// Adagrad with one accumulator for all values, of the mean of their squared gradients.
+struct RowwiseAdagrad : AccumulatorState<0, 1> {
+  template <class O, class Values>
+  MONOLITH_SHARED static void step(const O& o, Values& values, float rate, i64) {
+    const float decay = o.weight_decay;
+    const float squares = values.sum([=](auto w, auto g) MONOLITH_INLINE {
+      const auto grad = g + decay * w;
+      return grad * grad;
+    });
+    float& norm = values.scalars()[0];
+    norm = norm + squares / static_cast<float>(values.count());
+    const float step_size = over(rate, root(norm));
+    values.each([=](auto& w, auto g) MONOLITH_INLINE { w = w - step_size * (g + decay * w); });
+  }
+};
+
 struct Momentum : ZeroState<1, 0> {
   template <class O, class Values>
   MONOLITH_SHARED static void step(const O& o, Values& values, float rate, i64) {
@@ -362,6 +379,7 @@ using RmspropV2 = RmspropOf<false>;
   X(Momentum, "momentum")                   \
   X(MovingAverage, "moving_average")        \
   X(Rmsprop, "rmsprop")                     \
-  X(RmspropV2, "rmspropv2")
+  X(RmspropV2, "rmspropv2")                 \
+  X(RowwiseAdagrad, "rowwise_adagrad")
 
 }  // namespace monolith

@@ -202,6 +202,8 @@ struct TileValues {
   static constexpr int kMany = Held<S>::kMany;
   static constexpr int kVectors = Held<S>::kVectors;
 
+  __device__ __forceinline__ int count() { return S::kDim; }
+
   __device__ __forceinline__ float* scalars() { return held.rest; }
 
   // The answer of `f` for column k of this lane.
