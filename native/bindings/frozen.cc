@@ -38,6 +38,18 @@ void make(FrozenTable* self, int descriptor, std::string path) {
   }
 }
 
+void bound_memory(FrozenTable& self, int descriptor, std::size_t row_bytes,
+                  std::shared_ptr<BlockReader> reader) {
+  try {
+    GilReleased unlocked;
+    self.bound_memory(descriptor, row_bytes, std::move(reader));
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+}
+
 Segments segments(const FrozenTable& self) {
   Segments found;
   for (const FrozenSegment& segment : self.segments()) found.emplace_back(segment.dim, segment.coding);
@@ -137,7 +149,8 @@ void bind_frozen(nb::module_& m) {
   nb::enum_<FrozenCoding>(m, "FrozenCoding", "How a segment's values are kept.")
       .value("FP32", FrozenCoding::kFp32)
       .value("FP16", FrozenCoding::kFp16)
-      .value("INT8", FrozenCoding::kInt8);
+      .value("INT8", FrozenCoding::kInt8)
+      .value("INT4", FrozenCoding::kInt4);
 
   nb::class_<FrozenTable>(m, "FrozenTable", "Rows in a mapped file. Never changes. Thread-safe.")
       .def("__init__", &make, "descriptor"_a, "path"_a, "Maps the file; `path` is for messages.")
@@ -164,10 +177,23 @@ void bind_frozen(nb::module_& m) {
            nb::sig("def scan(self, first: int, last: int) -> tuple[NDArray[numpy.int64], "
                    "NDArray[numpy.float32]]"),
            "Ids, and their values one after another, whose hashes are from `first` to `last`.")
+      .def_prop_ro("index_bytes", &FrozenTable::index_bytes)
+      .def_prop_ro("kept_row_bytes", &FrozenTable::kept_row_bytes, "What a row takes of bounded memory.")
+      .def(
+          "bound_memory", &bound_memory, "descriptor"_a, "row_bytes"_a, "reader"_a,
+          "Before the first lookup: keep the index and so many bytes of rows in memory, and read all others.")
+      .def_prop_ro("cache_stats", &FrozenTable::cache_stats, "Of a table that is bounded.")
       .def("verify", &FrozenTable::verify, "start"_a, "size"_a, nb::call_guard<GilReleased>(),
            "Check bytes, in whole MiB, against their checksums.")
       .def("prefault", &FrozenTable::prefault, "start"_a, "size"_a, nb::call_guard<GilReleased>(),
            "Bring bytes of the file into memory.");
+
+  nb::class_<RowCache::Stats>(m, "RowCacheStats", "Of the rows of a file that are kept in memory.")
+      .def_ro("found", &RowCache::Stats::found, "Rows that were asked for,")
+      .def_ro("in_memory", &RowCache::Stats::in_memory, "and of these without a read.")
+      .def_ro("reads", &RowCache::Stats::reads)
+      .def_ro("bytes_read", &RowCache::Stats::bytes_read)
+      .def_ro("bytes", &RowCache::Stats::bytes, "Of memory, those of the index included.");
 
   nb::class_<FrozenGroup>(m, "FrozenGroup", "One call for many frozen tables. Thread-safe.")
       .def(

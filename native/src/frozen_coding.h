@@ -32,18 +32,25 @@ void frozen_encode(std::span<const FrozenSegment> segments, const float* values,
           note(values[i], float_of(half));
         }
         break;
-      case FrozenCoding::kInt8: {
+      case FrozenCoding::kInt8:
+      case FrozenCoding::kInt4: {
+        const float most = frozen_steps(segment.coding);
         float largest = 0;
         for (std::uint32_t i = 0; i < segment.dim; ++i) largest = std::max(largest, std::abs(values[i]));
-        float scale = largest / 127.0f;
-        if (!std::isfinite(scale * 127.0f))
-          scale = std::nextafter(scale, 0.0f);  // of the very largest floats
+        float scale = largest / most;
+        if (!std::isfinite(scale * most)) scale = std::nextafter(scale, 0.0f);  // of the very largest floats
         std::memcpy(at, &scale, sizeof scale);
+        auto* const codes = reinterpret_cast<std::uint8_t*>(at + sizeof scale);
         for (std::uint32_t i = 0; i < segment.dim; ++i) {
           // A scale of 0 is that of values too small to be told from it.
           const float steps = scale > 0 ? std::nearbyint(values[i] / scale) : 0.0f;
-          const auto code = static_cast<std::int8_t>(std::clamp(steps, -127.0f, 127.0f));
-          std::memcpy(at + sizeof scale + i, &code, sizeof code);
+          const auto code = static_cast<std::int8_t>(std::clamp(steps, -most, most));
+          if (segment.coding == FrozenCoding::kInt8)
+            codes[i] = static_cast<std::uint8_t>(code);
+          else if (i % 2 == 0)
+            codes[i / 2] = code & 15;
+          else
+            codes[i / 2] = static_cast<std::uint8_t>(codes[i / 2] | code << 4);
           note(values[i], static_cast<float>(code) * scale);
         }
         break;

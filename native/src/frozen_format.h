@@ -4,7 +4,7 @@
 //
 //    head       magic "MONOFRZN", version
 //    rows       one after another, all of one size; a segment is floats, halves, or a float (the scale) and
-//               bytes (the codes)
+//               codes of a byte or half a byte
 //    index      buckets of one cache line, up to five ids in each, with the numbers of their rows
 //    checksums  CRC-32C of every MiB of what is above
 //    about      for each segment its width and coding; then the name
@@ -18,6 +18,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "hash.h"
 
@@ -29,7 +32,16 @@ enum class FrozenCoding : std::uint32_t {
   kFp32 = 0,
   kFp16 = 1,
   kInt8 = 2,  // a scale for each row and segment, the largest value being 127 of it
+  kInt4 = 3,  // the same with 7, two codes in a byte, the first in its low half
 };
+
+// Whether each row has a scale of its own, and what its largest value is in it.
+inline constexpr bool frozen_scaled(FrozenCoding coding) {
+  return coding == FrozenCoding::kInt8 || coding == FrozenCoding::kInt4;
+}
+inline constexpr float frozen_steps(FrozenCoding coding) {
+  return coding == FrozenCoding::kInt4 ? 7.0f : 127.0f;
+}
 
 struct FrozenSegment {
   std::uint32_t dim;
@@ -43,6 +55,8 @@ struct FrozenSegment {
         return std::size_t{2} * dim;
       case FrozenCoding::kInt8:
         return sizeof(float) + dim;
+      case FrozenCoding::kInt4:
+        return sizeof(float) + (dim + 1) / 2;
     }
     return 0;
   }
@@ -106,6 +120,19 @@ inline std::size_t frozen_row_bytes(std::span<const FrozenSegment> segments) {
   for (const FrozenSegment& segment : segments) bytes += segment.bytes();
   return (bytes + 3) / 4 * 4;
 }
+
+// A file makes no sense, or has changed since it was written.
+class FrozenDamage : public std::runtime_error {
+ public:
+  FrozenDamage(std::string path, std::uint64_t offset, const std::string& reason)
+      : std::runtime_error(reason), path_(std::move(path)), offset_(offset) {}
+  const std::string& path() const { return path_; }
+  std::uint64_t offset() const { return offset_; }  // the byte at which it stopped making sense
+
+ private:
+  std::string path_;
+  std::uint64_t offset_;
+};
 
 // The bucket that an id is looked for in first.
 inline std::uint64_t frozen_home(std::int64_t id, std::uint64_t buckets) {

@@ -100,10 +100,10 @@ void FrozenTable::read_about() {
   name_.assign(reinterpret_cast<const char*>(at + t.segments * sizeof(FrozenSegment)), t.name_bytes);
   std::size_t begin = 0;
   for (const FrozenSegment& segment : segments_) {
-    if (segment.dim < 1 || segment.dim > kFrozenMaxDim - dim_ || segment.coding > FrozenCoding::kInt8)
+    if (segment.dim < 1 || segment.dim > kFrozenMaxDim - dim_ || segment.coding > FrozenCoding::kInt4)
       refuse(t.about_at, "a segment has a width or coding that does not exist");
     // Neighbours of one coding are read in one go, unless each has its own scale.
-    if (segment.coding != FrozenCoding::kInt8 && !steps_.empty() && steps_.back().coding == segment.coding)
+    if (!frozen_scaled(segment.coding) && !steps_.empty() && steps_.back().coding == segment.coding)
       steps_.back().dim += segment.dim;
     else
       steps_.push_back({segment.coding, segment.dim, begin});
@@ -113,6 +113,25 @@ void FrozenTable::read_about() {
   if (frozen_row_bytes(segments_) != t.row_bytes)
     refuse(t.about_at, "rows of these segments have " + std::to_string(frozen_row_bytes(segments_)) +
                            " bytes, the trailer says " + std::to_string(t.row_bytes));
+}
+
+void FrozenTable::bound_memory(int descriptor, std::size_t row_bytes, std::shared_ptr<BlockReader> reader) {
+  cache_ =
+      std::make_unique<RowCache>(descriptor, RowCache::Layout{path_, sizeof(FrozenHead), trailer_.row_bytes},
+                                 row_bytes, std::move(reader));
+  index_.reset(new FrozenBucket[trailer_.buckets]);
+  std::memcpy(index_.get(), file_.data() + trailer_.index_at, index_bytes());
+  buckets_ = index_.get();
+  // What was read of the mapping on the way is not kept, and what is read of it later is not read ahead.
+  madvise(const_cast<std::byte*>(file_.data()), file_.size(), MADV_DONTNEED);
+  madvise(const_cast<std::byte*>(file_.data()), file_.size(), MADV_RANDOM);
+}
+
+RowCache::Stats FrozenTable::cache_stats() const {
+  if (cache_ == nullptr) return {};
+  RowCache::Stats stats = cache_->stats();
+  stats.bytes += index_bytes();
+  return stats;
 }
 
 // The row that one place of a bucket names.
@@ -163,6 +182,16 @@ void FrozenTable::decode(const std::byte* row, float* out) const {
         for (std::uint32_t i = 0; i < step.dim; ++i) out[i] = static_cast<float>(codes[i]) * scale;
         break;
       }
+      case FrozenCoding::kInt4: {
+        float scale;
+        std::memcpy(&scale, from, sizeof scale);
+        const auto* const codes = reinterpret_cast<const std::uint8_t*>(from + sizeof scale);
+        for (std::uint32_t i = 0; i < step.dim; ++i) {
+          const int code = codes[i / 2] >> (i % 2 * 4) & 15;  // -7 to 7 as 4 bits of two's complement
+          out[i] = static_cast<float>((code ^ 8) - 8) * scale;
+        }
+        break;
+      }
     }
     out += step.dim;
   }
@@ -209,9 +238,11 @@ class FrozenBatch {
         const std::size_t i = late[l];
         if (const std::byte* row = table.look_on(buckets_[i], part.ids[i - part.begin])) rows_[i] = row;
       }
+      if (table.cache_ != nullptr) continue;
       for (std::size_t i = part.begin; i < std::min(part.end, part.begin + kAhead); ++i)
         prefetch<0>(rows_[i], table.trailer_.row_bytes);
     }
+    load();
   }
 
   // The rows into the caller's floats. Leaves the batch empty.
@@ -227,6 +258,42 @@ class FrozenBatch {
     float* out;
     std::size_t begin, end;
   };
+
+  // Has the rows of tables that are bounded in `loaded_`: from their caches, and all others from disk at
+  // once.
+  void load() {
+    std::size_t bytes = 0;
+    for (std::size_t p = 0; p < num_parts_; ++p)
+      if (parts_[p].table->cache_ != nullptr)
+        bytes += (parts_[p].end - parts_[p].begin) * parts_[p].table->trailer_.row_bytes;
+    if (bytes == 0) return;
+    loaded_.resize(bytes);
+    misses_.clear();
+    std::byte* into = loaded_.data();
+    for (std::size_t p = 0; p < num_parts_; ++p) {
+      const Part& part = parts_[p];
+      const FrozenTable& table = *part.table;
+      if (table.cache_ == nullptr) continue;
+      const std::size_t row_bytes = table.trailer_.row_bytes;
+      // Rows of the last page, if that is not a whole one, are read where they are mapped.
+      const std::byte* const whole =
+          table.file_.data() + table.file_.size() / RowCache::kPage * RowCache::kPage;
+      std::size_t found = 0;
+      const std::size_t missed = misses_.size();
+      for (std::size_t i = part.begin; i < part.end; ++i) {
+        if (rows_[i] == table.no_row_.data()) continue;
+        ++found;
+        if (rows_[i] + row_bytes > whole) continue;
+        const auto row =
+            static_cast<std::uint32_t>(static_cast<std::size_t>(rows_[i] - table.rows_) / row_bytes);
+        if (!table.cache_->recall(row, into)) misses_.push_back({table.cache_.get(), row, into});
+        rows_[i] = into;
+        into += row_bytes;
+      }
+      table.cache_->count(found, found - (misses_.size() - missed));
+    }
+    RowCache::fetch(misses_);
+  }
 
   void copy_part(const Part& part) const {
     const FrozenTable& table = *part.table;
@@ -256,6 +323,8 @@ class FrozenBatch {
   std::size_t num_parts_ = 0, size_ = 0;
   const FrozenBucket* buckets_[kBlock];
   const std::byte* rows_[kBlock];
+  std::vector<std::byte> loaded_;
+  std::vector<RowCache::Miss> misses_;
 };
 
 namespace {

@@ -14,29 +14,17 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "block_reader.h"
 #include "frozen_format.h"
+#include "row_cache.h"
 #include "workers.h"
 
 namespace monolith {
 
-// A file makes no sense, or has changed since it was written.
-class FrozenDamage : public std::runtime_error {
- public:
-  FrozenDamage(std::string path, std::uint64_t offset, const std::string& reason)
-      : std::runtime_error(reason), path_(std::move(path)), offset_(offset) {}
-  const std::string& path() const { return path_; }
-  std::uint64_t offset() const { return offset_; }  // the byte at which it stopped making sense
-
- private:
-  std::string path_;
-  std::uint64_t offset_;
-};
-
-// Never changes, so safe from any thread.
+// Never changes once it is in use, so safe from any thread.
 class FrozenTable {
  public:
   // Reads `file`, which begins at a multiple of 64 and stays as long as `owner` does. `path` is for messages.
@@ -49,6 +37,16 @@ class FrozenTable {
   const std::string& name() const { return name_; }
   const std::string& path() const { return path_; }
   const FrozenTrailer& trailer() const { return trailer_; }
+
+  // How many bytes the index has, and a row in the memory of a table that is bounded.
+  std::size_t index_bytes() const { return trailer_.buckets * sizeof(FrozenBucket); }
+  std::size_t kept_row_bytes() const { return RowCache::bytes_of(trailer_.row_bytes); }
+  // Before the first lookup: copies the index to memory, and has lookups keep only so many bytes of rows
+  // there and read all others from `descriptor`, a batch at once. `scan`, `matches` and `verify` read the
+  // mapping.
+  void bound_memory(int descriptor, std::size_t row_bytes, std::shared_ptr<BlockReader> reader);
+  // Of a table that is bounded; bytes include the index.
+  RowCache::Stats cache_stats() const;
 
   // Fills `out` with dim() floats for each id, zeros where there is no row.
   void lookup(std::span<const std::int64_t> ids, float* out) const;
@@ -102,7 +100,9 @@ class FrozenTable {
   std::size_t dim_ = 0;
   const std::byte* rows_ = nullptr;
   const FrozenBucket* buckets_ = nullptr;
-  std::vector<std::byte> no_row_;  // zeros, which all codings read as zeros
+  std::vector<std::byte> no_row_;          // zeros, which all codings read as zeros
+  std::unique_ptr<FrozenBucket[]> index_;  // of a table that is bounded, as is
+  std::unique_ptr<RowCache> cache_;
 };
 
 // One call for many tables, laid out as a TableGroup has it.

@@ -113,7 +113,10 @@ class Looking(Served):
         (("nowhere",), "nothing in nowhere says which task"),
         (("--model-dir", "nowhere"), "nothing in nowhere says which task"),
         (("one", "--model-dir", "other"), "one and --model-dir both name the run"),
-        (("r", "--task", TASK, "--coding", "fp8"), "--coding: expected fp32, fp16, int8, or TABLE=CODING"),
+        (
+            ("r", "--task", TASK, "--coding", "fp8"),
+            "--coding: expected fp32, fp16, int8, int4, or TABLE=CODING",
+        ),
         (("r", "--task", TASK, "--coding", "=fp16"), "--coding: expected"),
         (("r", "--task", TASK, "--missing-rows", "maybe"), "--missing-rows: expected refuse or default"),
         (("r", "--task", TASK, "--keep", "0"), "keep must be at least 1"),

@@ -192,6 +192,22 @@ def test_a_folder_is_served_asked_and_switched_and_sigterm_ends_it_well(servable
         server.close()
 
 
+def test_memory_for_rows_may_be_limited_and_what_was_read_is_counted(servables, capsys):
+    root = str(servables / "kept")
+    with Predictor(root, show=False) as whole:
+        memory = sum(one.core.index_bytes for one in whole.rows.files.members.values()) + 100
+    server = Server(root, "--http-port", "0", "--poll", "0.05", "--memory", str(memory))
+    try:
+        words = shlex.split(server.said("ask it"))
+        assert main([*words[1:], "--json"]) == 0
+        assert 0 < json.loads(capsys.readouterr().out)["outputs"]["click"][0] < 1
+        assert f"{memory:,} bytes" in server.said("memory")
+        line = rb'^monolith_serve_rows_found_total{model="[^"]+",tier="memory"} [1-9]'
+        until(lambda: re.search(line, server.get("/metrics")[1], re.MULTILINE))
+    finally:
+        server.close()
+
+
 def test_a_version_that_is_not_compiled_is_not_served_as_such(servables):
     server = Server(
         str(servables / "kept"), "--http-port", "0", "--grpc-port", "None", "--compiled", until="model"
@@ -289,8 +305,9 @@ def test_a_batch_is_computed_by_one_thread_of_torch_unless_told_otherwise(tmp_pa
 
 def test_flags_make_the_config():
     words = ["a", "b=c", "--port", "0", "--max-delay-ms", "2.5", "--max-rows", "7", "--timeout", "0.5"]
-    config = serve_config(parse_options("serve", words))
+    config = serve_config(parse_options("serve", [*words, "--memory", "2GiB"]))
     assert config.port == 0
+    assert config.memory_bytes == 2 << 30
     assert config.batching.max_delay.total_seconds() == 0.0025
     assert config.limits.rows == 7
     assert config.limits.timeout.total_seconds() == 0.5

@@ -16,7 +16,13 @@ import torch
 from serve.served_tasks import SPEC, Predicted, columns, exported, predictions, trained
 
 from monolith.data import MemorySource
-from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
+from monolith.errors import (
+    ConfigError,
+    CorruptFileError,
+    FileMissingError,
+    RequestError,
+    TableArgumentError,
+)
 from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import how_to_export
 from monolith.serve import FoundRows, Predictor
@@ -54,6 +60,20 @@ def test_it_says_what_the_trainer_says_to_the_bit(config, predictor, rows):
     assert torch.equal(found.outputs["click"], wanted["click"])
     assert found.missing == ()
     assert not torch.equal(found.outputs["click"], torch.full((rows,), 0.5))
+
+
+def test_with_little_memory_for_rows_it_says_the_same(root, predictor):
+    indexes = sum(table.core.index_bytes for table in predictor.rows.files.members.values())
+    with Predictor(str(root), show=False, memory_bytes=indexes + 100) as other:
+        for seed in range(4):
+            wanted = predictor.predict(columns(64, seed=seed)).outputs["click"]
+            assert torch.equal(other.predict(columns(64, seed=seed)).outputs["click"], wanted)
+        reads = other.rows.files.reads
+        assert reads.found >= reads.in_memory > 0
+        assert reads.memory_bytes < indexes + 1000
+    assert predictor.rows.files.reads is None
+    with pytest.raises(TableArgumentError, match="bytes is too little"):
+        Predictor(str(root), show=False, memory_bytes=indexes - 1)
 
 
 def test_a_ready_batch_is_answered_as_raw_columns_are(predictor):

@@ -72,6 +72,115 @@ def test_what_is_written_is_said(tmp_path: Path) -> None:
     assert (table.largest_error, table.mean_error) == (0.25, 0.05)
 
 
+def test_int4_has_fifteen_steps_and_two_values_in_a_byte(tmp_path: Path) -> None:
+    values = [-7.0, 7.0, 3.4, -0.6, 0.0]
+    segments = [FrozenSegment(5, "int4"), FrozenSegment(1)]
+    info = write_frozen_table(f"{tmp_path}/a", segments, [chunk({7: [*values, 0.5]})], rows=1)
+    table = FrozenTable(info.path, verify=True)
+    assert table.segments == tuple(segments)
+    assert table.lookup(ids(7)).tolist() == [[-7.0, 7.0, 3.0, -1.0, 0.0, 0.5]]
+    assert info.largest_error == pytest.approx(0.4)
+
+
+# Rows of which memory has a part
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> str:
+    path = f"{tmp_path}/large.rows"
+    count = np.arange(20_000)
+    segments = [FrozenSegment(1), FrozenSegment(30, "fp16")]
+    rows = np.repeat(count[:, None] % 1000, 31, axis=1).astype(np.float32)
+    write_frozen_table(path, segments, [(count * 7, rows)], rows=len(count), name="large")
+    return path
+
+
+def bounded(path: str, row_bytes: int) -> FrozenTables:
+    index = FrozenTable(path).core.index_bytes
+    return FrozenTables({"large": FrozenTable(path)}, memory_bytes=index + row_bytes)
+
+
+def looked_up(tables: FrozenTables, keys: torch.Tensor) -> torch.Tensor:
+    return tables.lookup(keys, torch.tensor([len(keys)]))
+
+
+def test_a_table_in_little_memory_reads_the_same_rows(large: str) -> None:
+    tables, whole = bounded(large, 100_000), FrozenTables({"large": FrozenTable(large)})
+    for seed in range(5):
+        keys = torch.randint(0, 150_000, (3000,), generator=torch.Generator().manual_seed(seed))
+        assert looked_up(tables, keys).equal(looked_up(whole, keys))
+    every = torch.arange(20_000) * 7
+    assert looked_up(tables, every).equal(looked_up(whole, every))
+    assert whole.reads is None
+    reads = tables.reads
+    assert reads is not None
+    assert reads.found > reads.in_memory > 0
+    assert 0 < reads.reads <= reads.found - reads.in_memory
+    assert reads.memory_bytes <= FrozenTable(large).core.index_bytes + 100_000
+    assert tables.present_ids("large", 0, 2**64 - 1).sort().values.equal(every)
+
+
+def test_rows_that_are_asked_for_again_are_in_memory_even_after_a_scan(large: str) -> None:
+    tables = bounded(large, 400_000)  # for a quarter of the rows
+    hot = torch.arange(0, 2000) * 7
+
+    def disk_reads(keys: torch.Tensor) -> int:
+        before = tables.reads
+        looked_up(tables, keys)
+        after = tables.reads
+        assert before is not None
+        assert after is not None
+        return after.found - after.in_memory - (before.found - before.in_memory)
+
+    assert disk_reads(hot) == 2000
+    for _ in range(3):
+        disk_reads(hot)
+    assert disk_reads(hot) < 50  # a few share their places with too many others
+    disk_reads(torch.arange(2000, 12_000) * 7)  # twice what memory has room for
+    assert disk_reads(hot) < 1000
+
+
+def test_small_tables_are_in_memory_before_large_ones(path: str, large: str) -> None:
+    small, big = FrozenTable(path), FrozenTable(large)
+    tables = FrozenTables({"small": small, "big": big}, memory_bytes=big.core.index_bytes + 50_000)
+    assert small.reads is None
+    assert big.reads is not None
+    tables.prefault()
+    whole = FrozenTables({"a": FrozenTable(path), "b": FrozenTable(large)}, memory_bytes=1 << 30)
+    assert whole.reads is None
+
+
+def test_memory_for_less_than_the_index_is_refused(large: str) -> None:
+    with pytest.raises(TableArgumentError, match=r"memory of 1,000 bytes is too little .* 20,000 rows"):
+        FrozenTables({"large": FrozenTable(large)}, memory_bytes=1000)
+
+
+def test_threads_share_a_table_in_little_memory(large: str) -> None:
+    tables, whole = bounded(large, 50_000), FrozenTables({"large": FrozenTable(large)})
+    wrong: list[int] = []
+
+    def ask(seed: int) -> None:
+        for n in range(20):
+            keys = torch.randint(0, 140_000, (500,), generator=torch.Generator().manual_seed(seed * 100 + n))
+            if not looked_up(tables, keys).equal(looked_up(whole, keys)):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_file_that_was_cut_since_it_was_opened_is_named(large: str) -> None:
+    tables = bounded(large, 20_000)
+    with Path(large).open("r+b") as file:
+        file.truncate(8192)
+    with pytest.raises(CorruptFileError, match=r"large.rows.*ends too early"):
+        looked_up(tables, torch.arange(20_000) * 7)
+
+
 def test_a_table_may_be_empty(tmp_path: Path) -> None:
     write_frozen_table(f"{tmp_path}/a", [FrozenSegment(3)], [], rows=0)
     assert FrozenTable(f"{tmp_path}/a", verify=True).lookup(ids(0, 1)).tolist() == [[0] * 3] * 2

@@ -89,7 +89,10 @@ def run(options: ServeOptions) -> int:
         profiled_by_user(f"serve-{index}", os.environ, serves=[one.folder for one in folders]),
     ):
         loading = LoadOptions(
-            threads=config.predict_threads, allow_module=options.allow_module, compiled=options.compiled
+            threads=config.predict_threads,
+            allow_module=options.allow_module,
+            compiled=options.compiled,
+            memory_bytes=None if config.memory_bytes is None else config.memory_bytes // count,
         )
         catalog = ServableCatalog(
             loading,
@@ -156,6 +159,9 @@ def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: Se
         ready = server.inference.repository.is_ready(one.name)
         why = chosen_text(one, options, versions, follows=bool(follow)) if ready else ""
         lines.append(f"model    {one.name}  version {versions}  from {one.folder}{why}")
+    if server.config.memory_bytes is not None:
+        memory = f"{server.config.memory_bytes:,} bytes"
+        lines.append(f"memory   {memory} for the rows of a version; all others are read from disk")
     if follow:
         lines.append(f"follows  {follow}")
     first = folders[0]
@@ -308,6 +314,7 @@ def serve_rows(options: ServeOptions) -> int:
                 advertise=reachable_host(config.host, options.advertise),
                 replica=options.replica,
                 threads=config.predict_threads,
+                memory_bytes=config.memory_bytes,
                 limits=limits_of(options.security, os.environ),
                 follow=config.follow,
                 serve_withheld=options.serve_withheld,

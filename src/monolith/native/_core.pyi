@@ -804,6 +804,8 @@ class FrozenCoding(enum.Enum):
 
     INT8 = 2
 
+    INT4 = 3
+
 class FrozenTable:
     """Rows in a mapped file. Never changes. Thread-safe."""
 

@@ -110,7 +110,7 @@ class ExamplesConfig:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-RowCoding = Literal["fp32", "fp16", "int8"]
+RowCoding = Literal["fp32", "fp16", "int8", "int4"]
 
 EXPORTED = "exported_models"
 """The default folder of servables, in the model_dir."""
@@ -130,8 +130,8 @@ class ExportConfig(Checked):
     """How many versions to keep, in addition to those that a server has loaded; None keeps the versions of
     all kept checkpoints."""
     coding: RowCoding = "fp32"
-    """How the numbers of rows are written: fp16 takes half the memory, int8 a quarter, and the error that
-    they make is measured."""
+    """How the numbers of rows are written: fp16 takes half the memory, int8 about a quarter, int4 an eighth,
+    and the error that they make is measured."""
     codings: Mapping[str, RowCoding] = field(default_factory=dict)
     """The coding of single tables that differ from `coding`."""
     shards: int = 0

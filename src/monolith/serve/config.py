@@ -373,6 +373,10 @@ class ServeConfig(Checked):
     predict_threads: int = 1
     """Threads that compute one batch, of torch, too. More than one wait for each other busily, which is
     quicker only for batches of thousands of rows; `batching.runners` computes several batches at a time."""
+    memory_bytes: int | None = None
+    """Memory for the rows of each loaded model version and for finding them; None is as much as they need.
+    With less, the rows that are asked for most are in memory, and all others are read from the disk. Several
+    processes of one command divide it."""
     history_cache_bytes: int = 0
     """Memory for encoded histories of users, of all models of a process: a ranking request of a user whose
     history, rows and weights are as before does not encode it again. 0 keeps none."""
@@ -415,6 +419,8 @@ class ServeConfig(Checked):
             )
         if self.threads < 1:
             yield Problem(("threads",), "must be at least 1")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            yield Problem(("memory_bytes",), f"must be 1 or more, got {self.memory_bytes}")
         if self.history_cache_bytes < 0:
             yield Problem(("history_cache_bytes",), f"must be 0 or more, got {self.history_cache_bytes}")
         if not 0 <= self.access_log <= 1:

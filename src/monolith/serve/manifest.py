@@ -40,7 +40,7 @@ from monolith.wire.open_inference import SPLITS
 FORMAT = 1
 MANIFEST_NAME = "servable.json"
 
-Coding = Literal["fp32", "fp16", "int8"]
+Coding = Literal["fp32", "fp16", "int8", "int4"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

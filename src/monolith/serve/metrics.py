@@ -11,6 +11,7 @@ from monolith import concurrency
 from monolith.observe.metrics import Metrics
 from monolith.serve.rows import ServedUpTo
 from monolith.sync.messages import PublishState
+from monolith.table.frozen_table import FrozenTables, RowReads
 
 _log = logging.getLogger("monolith.access")
 
@@ -147,6 +148,40 @@ class HistoryMetrics:
         self._bytes.set(size)
         if dropped:
             self._dropped.inc(dropped)
+
+
+class ReadMetrics:
+    """Metrics of rows of which memory has a part, by the name of their model or shard."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._rows = metrics.counter(
+            "serve_rows_found",
+            "Rows looked up that were in memory (memory) or read from the disk (disk), if memory is limited",
+            ("model", "tier"),
+        )
+        self._reads = metrics.counter("serve_row_reads", "Reads of rows from the disk", ("model",))
+        self._read_bytes = metrics.counter("serve_row_read_bytes", "Bytes read for rows", ("model",))
+        self._memory = metrics.gauge(
+            "serve_row_memory_bytes", "Memory for rows and their index, if memory is limited", ("model",)
+        )
+        self._last: dict[str, tuple[FrozenTables, RowReads]] = {}
+
+    def count(self, model: str, tables: FrozenTables) -> None:
+        """Count what was read since the last call; of tables that were not counted yet, since they were
+        opened."""
+        now = tables.reads
+        if now is None:
+            return
+        known, before = self._last.get(model, (None, RowReads()))
+        self._last[model] = (tables, now)
+        if known is not tables:
+            before = RowReads()
+        from_memory = now.in_memory - before.in_memory
+        self._rows.inc(from_memory, model=model, tier="memory")
+        self._rows.inc(now.found - before.found - from_memory, model=model, tier="disk")
+        self._reads.inc(now.reads - before.reads, model=model)
+        self._read_bytes.inc(now.bytes_read - before.bytes_read, model=model)
+        self._memory.set(now.memory_bytes, model=model)
 
 
 class VersionStatistics:

@@ -98,6 +98,9 @@ class LoadOptions(TypedDict, total=False):
     serve_withheld: bool
     """Whether `folder` may be a withheld version, whose rows are not trusted. In a folder of versions,
     withheld ones are always skipped."""
+    memory_bytes: int | None
+    """Memory for rows and for finding them; by default all rows are in memory. With less, the rows that are
+    asked for most are, and all others are read from the disk, those of a request at once."""
     show: bool
     """Whether to show the progress of loading on standard error; by default it is shown."""
 
@@ -454,9 +457,15 @@ class Predictor:
                     filesystem.join(locked.folder, entry.file), verify=options.get("verify", False)
                 )
                 opened.callback(table.close)
-                table.prefault(shown)
                 tables[name] = table
-        return MappedRows(tables, threads=self._threads, claim=claim_of(servable))
+            rows = MappedRows(
+                tables,
+                threads=self._threads,
+                claim=claim_of(servable),
+                memory_bytes=options.get("memory_bytes"),
+            )
+            rows.files.prefault(shown)
+        return rows
 
     def _open_dense(
         self, locked: LockedVersion, dense: ServableDense, rows: RowSource, options: LoadOptions

@@ -356,14 +356,20 @@ class MappedRows:
     Args:
         threads: Threads that a large lookup is spread over.
         claim: How new the rows of the files are.
+        memory_bytes: For rows and their indexes; see `FrozenTables`.
     """
 
     def __init__(
-        self, tables: Mapping[str, FrozenTable], *, threads: int | None = None, claim: RowsClaim = UNKNOWN
+        self,
+        tables: Mapping[str, FrozenTable],
+        *,
+        threads: int | None = None,
+        claim: RowsClaim = UNKNOWN,
+        memory_bytes: int | None = None,
     ) -> None:
         self._claims = ClaimCell(claim)
         self._threads = threads
-        self._files = FrozenTables(tables, threads=threads)
+        self._files = FrozenTables(tables, threads=threads, memory_bytes=memory_bytes)
         self._all: FrozenTables | OverlaidTables = self._files
         self._widths = dict(self._files.tables)
         self._no_rows = torch.empty(0)
@@ -395,6 +401,11 @@ class MappedRows:
         else:
             tensors = gatherer.read_rows(self._all.group, ids)
         return tensors, FoundRows(self._no_rows, claim=spanning(before, self._claims.now))
+
+    @property
+    def files(self) -> FrozenTables:
+        """The tables of the export, without what changed since."""
+        return self._files
 
     def ids(self, table: str) -> Tensor:
         return torch.cat([self._all.present_ids(table, one.start, one.stop - 1) for one in hash_spans()])

@@ -7,7 +7,9 @@ What a server needs of a table is its rows, as they were at one moment. They are
 with an index from id to row, which is mapped read-only: opening takes no time however large
 it is, and all processes and threads of a machine that serve the same file share its memory.
 Values are floats, halves, or bytes with a scale for each row and segment; what that costs is
-measured while the file is written. Format and lookups are in `native/src/frozen_*`.
+measured while the file is written. Where memory has no room for all rows, the index and the
+rows that are asked for most are kept there, and all others of a call are read at once. Format
+and lookups are in `native/src/frozen_*`, the rows that are kept in `row_cache.h`.
 """
 
 from __future__ import annotations
@@ -31,17 +33,19 @@ from monolith.observe import Progress
 from monolith.table import arguments
 from monolith.table.sharded_files import in_parallel
 
-Coding = Literal["fp32", "fp16", "int8"]
+Coding = Literal["fp32", "fp16", "int8", "int4"]
 
 _CODINGS = {
     "fp32": native.FrozenCoding.FP32,
     "fp16": native.FrozenCoding.FP16,
     "int8": native.FrozenCoding.INT8,
+    "int4": native.FrozenCoding.INT4,
 }
 _CODING_NAMES: dict[native.FrozenCoding, Coding] = {
     native.FrozenCoding.FP32: "fp32",
     native.FrozenCoding.FP16: "fp16",
     native.FrozenCoding.INT8: "int8",
+    native.FrozenCoding.INT4: "int4",
 }
 _PIECE_BYTES = 32 << 20
 """What one thread checks or reads before it says how far it is."""
@@ -53,7 +57,7 @@ class FrozenSegment:
 
     dim: int
     coding: Coding = "fp32"
-    """`int8` has one float32 scale for each row and segment: its largest value is 127 steps."""
+    """`int8` has one float32 scale for each row and segment: its largest value is 127 steps; of `int4`, 7."""
 
     def __post_init__(self) -> None:
         if self.dim < 1:
@@ -214,6 +218,7 @@ class FrozenTable:
         self._core: native.FrozenTable | None = core
         self._dim, self._rows, self._bytes = core.dim, core.rows, core.bytes
         self._segments = tuple(FrozenSegment(dim, _CODING_NAMES[coding]) for dim, coding in core.segments)
+        self._is_bounded = False
         if verify:
             self.verify(progress)
 
@@ -300,9 +305,53 @@ class FrozenTable:
         """
         _by_pieces(self.core.prefault, self._bytes, progress, threads)
 
+    @property
+    def reads(self) -> RowReads | None:
+        """What lookups read from disk; None if all rows are mapped, and once it is closed."""
+        core = self._core
+        if core is None or not self._is_bounded:
+            return None
+        stats = core.cache_stats
+        return RowReads(stats.found, stats.in_memory, stats.reads, stats.bytes_read, stats.bytes)
+
+    def bound_memory(self, row_bytes: int, reader: native.BlockReader) -> None:
+        """Keep the index and so many bytes of rows in memory from now on, and read all other rows from disk.
+
+        Called before the first lookup.
+        """
+        with filesystem.open_read(self._path) as file:
+            try:
+                self.core.bound_memory(file.fileno(), row_bytes, reader)
+            except OSError as cause:
+                raise FilesystemError(f"cannot read rows of {self._path}: {cause.strerror}") from cause
+        self._is_bounded = True
+
     def close(self) -> None:
         """Close the file once calls under way and groups that use it have ended; again does nothing."""
         self._core = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowReads:
+    """Rows that were looked up in files of which memory has a part."""
+
+    found: int = 0
+    """Rows that were asked for and are there."""
+    in_memory: int = 0
+    """Of these, rows that needed no read."""
+    reads: int = 0
+    bytes_read: int = 0
+    memory_bytes: int = 0
+    """For the index and for rows."""
+
+    def __add__(self, other: RowReads) -> RowReads:
+        return RowReads(
+            self.found + other.found,
+            self.in_memory + other.in_memory,
+            self.reads + other.reads,
+            self.bytes_read + other.bytes_read,
+            self.memory_bytes + other.memory_bytes,
+        )
 
 
 class FrozenTables:
@@ -312,10 +361,23 @@ class FrozenTables:
         tables: Closed by `close`.
         threads: That share large calls, the caller's counted; as many as there are processors by default.
             Those of a few thousand ids are answered by the caller's thread alone.
+        memory_bytes: For all of them; None is as much as they need. Tables that fit are mapped. Of all others
+            the index is in memory, and the rows that are asked for most.
+
+    Raises:
+        TableArgumentError: `memory_bytes` is less than the indexes need.
     """
 
-    def __init__(self, tables: Mapping[str, FrozenTable], *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        tables: Mapping[str, FrozenTable],
+        *,
+        threads: int | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
         self._members = {name: tables[name] for name in sorted(tables)}
+        if memory_bytes is not None:
+            _bound_memory(list(self._members.values()), memory_bytes)
         self._widths = {name: table.dim for name, table in self._members.items()}
         self._dims = np.array(list(self._widths.values()), np.int64)
         count = processors() if threads is None else threads
@@ -374,15 +436,44 @@ class FrozenTables:
             return torch.from_numpy(self._members[name].core.scan(first, last)[0])
 
     def prefault(self, progress: Progress | None = None, *, threads: int | None = None) -> None:
-        """As `FrozenTable.prefault`, for all tables."""
+        """As `FrozenTable.prefault`, for all tables of which all rows may be in memory."""
         for table in self._members.values():
-            table.prefault(progress, threads=threads)
+            if table.reads is None:
+                table.prefault(progress, threads=threads)
+            elif progress is not None:
+                progress.advance(table.bytes)
+
+    @property
+    def reads(self) -> RowReads | None:
+        """What lookups in all tables read from disk; None if all rows are mapped."""
+        bounded = [reads for table in self._members.values() if (reads := table.reads) is not None]
+        return sum(bounded, RowReads()) if bounded else None
 
     def close(self) -> None:
         """Close all tables. Again does nothing."""
         self._group = None
         for table in self._members.values():
             table.close()
+
+
+def _bound_memory(tables: Sequence[FrozenTable], memory_bytes: int) -> None:
+    """Divide memory among tables: all get their index, and the rows of small ones come first."""
+    indexes = sum(table.core.index_bytes for table in tables)
+    left = memory_bytes - indexes
+    if left < 0:
+        raise TableArgumentError(
+            f"memory of {memory_bytes:,} bytes is too little for {len(tables)} tables of "
+            f"{sum(table.rows for table in tables):,} rows: finding a row without reading the disk takes "
+            f"{indexes:,} bytes, and rows come on top of that. Give more, or spread the rows over several "
+            "servers (export --shards)"
+        )
+    reader = native.BlockReader()
+    wanted = {table: table.rows * table.core.kept_row_bytes for table in tables}
+    for number, table in enumerate(sorted(tables, key=wanted.__getitem__)):
+        share = min(wanted[table], left // (len(tables) - number))
+        left -= share
+        if share < wanted[table]:
+            table.bound_memory(share, reader)
 
 
 def fused_lookup(

@@ -39,8 +39,8 @@ class ExportOptions:
     version: str | None = None
     """The name of the version; by default the step of the checkpoint."""
     coding: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Number format of the exported rows: fp32, fp16 or int8 for all tables, or item=int8 for one; may be
-    given several times. The rounding error is printed (export.coding, export.codings)."""
+    """Number format of the exported rows: fp32, fp16, int8 or int4 for all tables, or item=int8 for one; may
+    be given several times. The rounding error is printed (export.coding, export.codings)."""
     shards: int | None = None
     """Spread rows over so many serving servers; 0 keeps them in one folder with the rest (export.shards)."""
     missing_rows: str | None = None

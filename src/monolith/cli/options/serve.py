@@ -52,6 +52,7 @@ SERVE_FIELDS = {
     "drain": "serve.drain",
     "threads": "serve.threads",
     "predict_threads": "serve.predict_threads",
+    "memory": "serve.memory_bytes",
     "history_cache_bytes": "serve.history_cache_bytes",
     "access_log": "serve.access_log",
     "trace_to": "serve.trace_to",
@@ -193,6 +194,10 @@ class ServeOptions:
     """Run the code that export --compile put next to the graph: quicker for few rows, and equal to the
     trainer but for rounding. It is machine code from the exporting process; a version without it is not
     served."""
+    memory: str | None = None
+    """Memory for the rows of each loaded model version and for finding them, such as 8GiB; by default as much
+    as they need. With less, the rows that are asked for most are in memory, and all others are read from the
+    disk; /metrics says how many (serve.memory_bytes)."""
     history_cache_bytes: int | None = None
     """Memory for encoded histories of users, in bytes, per process: for models whose items are ranked by the
     history of the user; by default 0, none (serve.history_cache_bytes)."""

@@ -28,8 +28,9 @@ from monolith.serve.config import ServeConfig, ServedFolder, VersionPolicy
 from monolith.serve.follower import ModelFollower
 from monolith.serve.histories import HistoryCache
 from monolith.serve.item_index import ItemIndex
-from monolith.serve.metrics import HistoryMetrics, IndexMetrics, ServeMetrics
+from monolith.serve.metrics import HistoryMetrics, IndexMetrics, ReadMetrics, ServeMetrics
 from monolith.serve.predictor import Predictor
+from monolith.serve.rows import MappedRows
 from monolith.serve.server.batching import Quotas
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.grpc_port import GrpcPort
@@ -39,6 +40,7 @@ from monolith.serve.server.inference import Inference
 from monolith.serve.server.processes import ServerProcesses
 from monolith.serve.server.shared_memory import FOLDER, RegionStatus
 from monolith.sync.channel import OpenReader
+from monolith.table import FrozenTables
 from monolith.wire.ports import bound_socket, join_address
 
 _log = logging.getLogger(__name__)
@@ -93,6 +95,8 @@ class InferenceServer:
         self._followers: dict[str, ModelFollower] = {}
         self._items = _items_of(config, folders)
         self._index_metrics = IndexMetrics(self._metrics)
+        self._read_metrics = ReadMetrics(self._metrics)
+        self._files: dict[str, FrozenTables] = {}  # of the version of each model that was loaded last
         self._histories: HistoryCache | None = None
         if config.history_cache_bytes:
             self._histories = HistoryCache(config.history_cache_bytes, HistoryMetrics(self._metrics))
@@ -170,6 +174,8 @@ class InferenceServer:
 
         The first version of a model starts its follower.
         """
+        if isinstance(predictor.rows, MappedRows):
+            self._files[name] = predictor.rows.files
         if self._follow is not None:
             self._follow_with(self._follow, name, predictor)
         self._index(name, predictor)
@@ -237,6 +243,8 @@ class InferenceServer:
         while not self._stop.wait(self.config.poll.total_seconds()):
             try:
                 self.inference.repository.refresh()
+                for name, files in list(self._files.items()):
+                    self._read_metrics.count(name, files)
                 if self._peers.index == 0:  # one process decides for all
                     for name, targets in self.inference.guide_canaries().items():
                         self._peers.set_split(name, targets)

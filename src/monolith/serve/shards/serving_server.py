@@ -38,7 +38,7 @@ from monolith.observe import Progress
 from monolith.observe.metrics import Metrics
 from monolith.serve.config import ServeFollowConfig
 from monolith.serve.follower import ModelFollower
-from monolith.serve.metrics import LookupMetrics
+from monolith.serve.metrics import LookupMetrics, ReadMetrics
 from monolith.serve.rows import RowsClaim
 from monolith.serve.shards.protocol import (
     SERVICE,
@@ -82,6 +82,8 @@ class ServingServerConfig:
     """Number of versions that stay open."""
     threads: int | None = None
     """Threads that a large lookup is spread over; by default the number of processors."""
+    memory_bytes: int | None = None
+    """Memory for the rows of each open version; by default as much as they need."""
     check_every: timedelta = timedelta(seconds=1)
     """Interval at which the folder is polled for a new version."""
     limits: Limits = field(default_factory=Limits)
@@ -145,11 +147,13 @@ class ServingServer:
             shard,
             most=config.versions,
             threads=config.threads,
+            memory_bytes=config.memory_bytes,
             serve_withheld=config.serve_withheld,
         )
         self._newest = self._versions.open(self._versions.newest())
         metrics = Metrics() if metrics is None else metrics
         self._counts = LookupMetrics(metrics, self.role)
+        self._reads = ReadMetrics(metrics)
         self.follower: ModelFollower | None = None
         """Keeps the rows up to date; None if no trainer is followed."""
         if follow is not None:
@@ -323,6 +327,7 @@ class ServingServer:
         while not self._ended.wait(self._look_every):
             try:
                 self.check_versions()
+                self._reads.count(self.role, self._newest.tables)
                 said = ""
             except (MonolithError, OSError) as error:  # entries still use the open versions
                 if str(error) != said:

@@ -37,7 +37,9 @@ _log = logging.getLogger(__name__)
 class ShardVersion:
     """One version, locked and mapped. Its files are unmapped after the last lookup."""
 
-    def __init__(self, locked: LockedVersion, shard: int, threads: int | None) -> None:
+    def __init__(
+        self, locked: LockedVersion, shard: int, threads: int | None, memory_bytes: int | None
+    ) -> None:
         self._locked = locked
         self.servable = locked.servable
         self.over: tuple[OverlaidTables, ClaimCell] | None = None
@@ -45,7 +47,7 @@ class ShardVersion:
         exported."""
         self._exported = claim_of(locked.servable)
         self.about = _about(locked.servable, shard)
-        self.tables = FrozenTables(_open_tables(locked), threads=threads)
+        self.tables = FrozenTables(_open_tables(locked), threads=threads, memory_bytes=memory_bytes)
         self.used = 0
         """Order of its last use, as a number that grows."""
 
@@ -71,6 +73,7 @@ class ShardVersions:
         folder: DIR.
         most: Number of versions that stay open.
         threads: Threads that a large lookup is spread over; see `FrozenTables`.
+        memory_bytes: For the rows of each open version; see `FrozenTables`.
         serve_withheld: Versions that may be the newest although they are withheld.
     """
 
@@ -81,12 +84,14 @@ class ShardVersions:
         *,
         most: int,
         threads: int | None,
+        memory_bytes: int | None = None,
         serve_withheld: Collection[str] = (),
     ) -> None:
         self._root = filesystem.join(folder, shard_part(shard))
         self._shard = shard
         self._most = most
         self._threads = threads
+        self._memory_bytes = memory_bytes
         self._serve_withheld = frozenset(serve_withheld)
         self.withheld: dict[str, str] = {}
         """Version -> why it is withheld, as of the last call of `newest`."""
@@ -183,7 +188,7 @@ class ShardVersions:
                 f"{shard_part(self._shard)} has no version {version}; in {self._root} there are: {there}"
             ) from cause
         try:
-            return ShardVersion(locked, self._shard, self._threads)
+            return ShardVersion(locked, self._shard, self._threads, self._memory_bytes)
         except BaseException:
             locked.close()
             raise
