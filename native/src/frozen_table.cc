@@ -1,11 +1,14 @@
 #include "frozen_table.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
+#include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "checksum.h"
@@ -120,11 +123,18 @@ void FrozenTable::bound_memory(int descriptor, std::size_t row_bytes, std::share
       std::make_unique<RowCache>(descriptor, RowCache::Layout{path_, sizeof(FrozenHead), trailer_.row_bytes},
                                  row_bytes, std::move(reader));
   index_.reset(new FrozenBucket[trailer_.buckets]);
-  std::memcpy(index_.get(), file_.data() + trailer_.index_at, index_bytes());
+  // Not through the mapping, whose pages would count as memory of this process, too.
+  auto* const to = reinterpret_cast<std::byte*>(index_.get());
+  for (std::size_t done = 0; done < index_bytes();) {
+    const ssize_t got =
+        pread(descriptor, to + done, index_bytes() - done, static_cast<off_t>(trailer_.index_at + done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw std::system_error(errno, std::generic_category(), "read " + path_);
+    if (got == 0) refuse(trailer_.index_at + done, "the file ends too early, it was cut since it was opened");
+    done += static_cast<std::size_t>(got);
+  }
   buckets_ = index_.get();
-  // What was read of the mapping on the way is not kept, and what is read of it later is not read ahead.
-  madvise(const_cast<std::byte*>(file_.data()), file_.size(), MADV_DONTNEED);
-  madvise(const_cast<std::byte*>(file_.data()), file_.size(), MADV_RANDOM);
+  madvise(const_cast<std::byte*>(file_.data()), file_.size(), MADV_RANDOM);  // what is left to read of it
 }
 
 RowCache::Stats FrozenTable::cache_stats() const {

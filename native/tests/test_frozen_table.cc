@@ -1,9 +1,15 @@
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <random>
 #include <stdexcept>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -15,7 +21,8 @@ namespace {
 using namespace monolith;
 using namespace monolith::check;
 
-constexpr FrozenCoding kFp32 = FrozenCoding::kFp32, kFp16 = FrozenCoding::kFp16, kInt8 = FrozenCoding::kInt8;
+constexpr FrozenCoding kFp32 = FrozenCoding::kFp32, kFp16 = FrozenCoding::kFp16, kInt8 = FrozenCoding::kInt8,
+                       kInt4 = FrozenCoding::kInt4;
 
 Floats read(const FrozenTable& table, const Ids& ids) {
   Floats out(ids.size() * table.dim(), -1);
@@ -79,13 +86,15 @@ void codings_cost_what_the_writer_says() {
   CHECK(got[3] == 1 && got[4] == -127 && got[5] == 0 && got[6] == 3);
 }
 
-void small_and_large_values_survive_a_byte() {
+void small_and_large_values_survive_small_codes() {
   const float tiny = std::numeric_limits<float>::denorm_min(), huge = std::numeric_limits<float>::max();
-  const auto table = write({{2, kInt8}}, {1, 2, 3}, {tiny, 0, huge, -huge, 0, 0}).open();
-  const Floats got = read(*table, {1, 2, 3});
-  CHECK(std::isfinite(got[0]) && got[1] == 0);
-  CHECK(std::isfinite(got[2]) && got[2] > huge / 2 && got[3] == -got[2]);
-  CHECK(got[4] == 0 && got[5] == 0);
+  for (const FrozenCoding coding : {kInt8, kInt4}) {
+    const auto table = write({{2, coding}}, {1, 2, 3}, {tiny, 0, huge, -huge, 0, 0}).open();
+    const Floats got = read(*table, {1, 2, 3});
+    CHECK(std::isfinite(got[0]) && got[1] == 0);
+    CHECK(std::isfinite(got[2]) && got[2] > huge / 2 && got[3] == -got[2]);
+    CHECK(got[4] == 0 && got[5] == 0);
+  }
 }
 
 void what_cannot_be_written_is_refused() {
@@ -231,6 +240,59 @@ void a_large_call_is_shared_among_threads() {
   CHECK(out == wanted);
 }
 
+// A file on disk, whose name is gone at once.
+int descriptor_of(const FrozenFile& file) {
+  std::string name = "/tmp/monolith-frozen-XXXXXX";
+  const int descriptor = mkstemp(name.data());
+  if (descriptor < 0) throw std::runtime_error("no temporary file");
+  unlink(name.c_str());
+  if (::write(descriptor, file.bytes.data(), file.bytes.size()) != static_cast<ssize_t>(file.bytes.size()))
+    throw std::runtime_error("cannot write a temporary file");
+  return descriptor;
+}
+
+void a_table_in_little_memory_reads_the_same_rows_in_any_thread() {
+  const std::size_t count = 20'000;
+  Ids ids(count);
+  Floats values(count * 3);
+  for (std::size_t i = 0; i < count; ++i) ids[i] = static_cast<std::int64_t>(i * 3);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 1000);
+  const FrozenFile file = write({{1, kFp32}, {2, kFp16}}, ids, values);
+  const auto whole = file.open(), part = file.open();
+  const int descriptor = descriptor_of(file);
+  part->bound_memory(descriptor, 40'000, std::make_shared<BlockReader>(4));
+  close(descriptor);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int number = 0; number < 4; ++number)
+    threads.emplace_back([&, number] {
+      std::mt19937_64 random(static_cast<std::uint64_t>(number));
+      for (int round = 0; round < 30; ++round) {
+        Ids asked(700);
+        for (auto& id : asked) id = static_cast<std::int64_t>(random() % 70'000);
+        if (read(*part, asked) != read(*whole, asked)) ++wrong;
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  CHECK_EQUAL(wrong.load(), 0);
+  const RowCache::Stats stats = part->cache_stats();
+  CHECK(stats.found > stats.in_memory && stats.in_memory > 0 && stats.reads > 0);
+  CHECK(stats.bytes <= part->index_bytes() + 40'000);
+}
+
+void rows_of_a_file_that_was_cut_are_an_error_of_the_lookup() {
+  const std::size_t count = 5000;
+  Ids ids(count);
+  for (std::size_t i = 0; i < count; ++i) ids[i] = static_cast<std::int64_t>(i);
+  const FrozenFile file = write({{4, kFp32}}, ids, Floats(count * 4, 1));
+  const auto table = file.open();
+  const int descriptor = descriptor_of(file);
+  table->bound_memory(descriptor, 1000, std::make_shared<BlockReader>(2));
+  CHECK_EQUAL(ftruncate(descriptor, 4096), 0);
+  close(descriptor);
+  CHECK_THROWS(FrozenDamage, "ends too early", read(*table, ids));
+}
+
 }  // namespace
 
 int main() {
@@ -241,7 +303,7 @@ int main() {
       {"ids of one bucket go on to the next and round the end",
        ids_of_one_bucket_go_on_to_the_next_and_round_the_end},
       {"codings cost what the writer says", codings_cost_what_the_writer_says},
-      {"small and large values survive a byte", small_and_large_values_survive_a_byte},
+      {"small and large values survive small codes", small_and_large_values_survive_small_codes},
       {"what cannot be written is refused", what_cannot_be_written_is_refused},
       {"every cut is refused", every_cut_is_refused},
       {"every flipped byte is found", every_flipped_byte_is_found},
@@ -252,5 +314,9 @@ int main() {
        an_index_that_goes_round_in_circles_comes_to_an_end},
       {"a group reads each piece from its table", a_group_reads_each_piece_from_its_table},
       {"a large call is shared among threads", a_large_call_is_shared_among_threads},
+      {"a table in little memory reads the same rows in any thread",
+       a_table_in_little_memory_reads_the_same_rows_in_any_thread},
+      {"rows of a file that was cut are an error of the lookup",
+       rows_of_a_file_that_was_cut_are_an_error_of_the_lookup},
   });
 }
