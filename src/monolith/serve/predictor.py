@@ -171,7 +171,7 @@ class Predictor:
                     "answer requests; open its entry"
                 )
             check_files(locked, tables=rows is None)
-            is_mapped = rows is None
+            in_memory = rows is None and options.get("memory_bytes") is None
             if rows is None:
                 rows = self._map_tables(locked, opened, options)
                 opened.callback(rows.close)
@@ -186,8 +186,8 @@ class Predictor:
             self._listeners: tuple[RowsListener, ...] = ()
             self._runner, self._weight_names = self._open_dense(locked, dense, rows, options)
             self._graph_runner = self._runner if isinstance(self._runner, GraphRunner) else None
-            self.answers_here = is_mapped and self._graph_runner is not None
-            """Whether a prediction waits for no other process and runs no code of a user."""
+            self.answers_here = in_memory and self._graph_runner is not None
+            """Whether a prediction waits for no other process and no disk, and runs no code of a user."""
             self._opened = opened.pop_all()
 
     # Description
