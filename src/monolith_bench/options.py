@@ -75,6 +75,29 @@ class BenchTiersOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchServedRowsOptions:
+    """Measure how long requests wait for rows of an export that memory has no room for."""
+
+    rows: int = 4_000_000
+    """The number of rows."""
+    dim: int = 16
+    """Floats per row."""
+    memory: str | None = None
+    """Memory for rows and for finding them, such as 128MB; by default for the index and an eighth of the
+    rows."""
+    ids: int = 26
+    """The number of ids of a request."""
+    folder: str | None = None
+    """A folder on the disk to measure; by default the folder for temporary files."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchTrainOptions:
     """Measure training: compare a DeepFM on our tables with the same model on torch's and FBGEMM's."""
 

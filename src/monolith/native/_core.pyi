@@ -854,11 +854,48 @@ class FrozenTable:
         Ids, and their values one after another, whose hashes are from `first` to `last`.
         """
 
+    @property
+    def index_bytes(self) -> int: ...
+
+    @property
+    def kept_row_bytes(self) -> int:
+        """What a row takes of bounded memory."""
+
+    def bound_memory(self, descriptor: int, row_bytes: int, reader: BlockReader) -> None:
+        """
+        Before the first lookup: keep the index and so many bytes of rows in memory, and read all others.
+        """
+
+    @property
+    def cache_stats(self) -> RowCacheStats:
+        """Of a table that is bounded."""
+
     def verify(self, start: int, size: int) -> None:
         """Check bytes, in whole MiB, against their checksums."""
 
     def prefault(self, start: int, size: int) -> None:
         """Bring bytes of the file into memory."""
+
+class RowCacheStats:
+    """Of the rows of a file that are kept in memory."""
+
+    @property
+    def found(self) -> int:
+        """Rows that were asked for,"""
+
+    @property
+    def in_memory(self) -> int:
+        """and of these without a read."""
+
+    @property
+    def reads(self) -> int: ...
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    @property
+    def bytes(self) -> int:
+        """Of memory, those of the index included."""
 
 class FrozenGroup:
     """One call for many frozen tables. Thread-safe."""
