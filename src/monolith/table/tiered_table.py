@@ -122,8 +122,7 @@ class TieredTable:
             name=config.name,
             memory_bytes=config.memory_bytes,
             most_hot_rows=most_hot_rows,
-            buffer_bytes=min(_MOST_BUFFER_BYTES, max(_LEAST_BUFFER_BYTES, config.memory_bytes // _PARTS)),
-            recent_bytes=config.memory_bytes // _RECENT,
+            **_buffer_sizes(config.memory_bytes),
         )
         self._warned = False
         self._lock = threading.Lock()
@@ -416,6 +415,18 @@ class TieredTable:
             )
 
 
+def tier_sizes(row_bytes: int, memory_bytes: int, rows: int) -> native.TierSizes:
+    """Return what a tiered table with this memory would take; a row in memory has `row_bytes`."""
+    return native.TierSizes(
+        row_bytes=row_bytes, memory_bytes=memory_bytes, rows=rows, **_buffer_sizes(memory_bytes)
+    )
+
+
+def default_storage_dir() -> Path:
+    """Return the folder of cold rows of tables that are given no `storage_dir`."""
+    return Path(tempfile.gettempdir()) / f"monolith-cold-{os.getuid()}"
+
+
 class TieredTableSnapshot:
     """A `TableSnapshot` of both tiers. Rows that move afterwards stay where they were, in the snapshot."""
 
@@ -484,10 +495,7 @@ class _OwnFolder:
     def __init__(self, config: TableConfig) -> None:
         stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in config.name)[:64]
         try:
-            if config.storage_dir is None:
-                parent = Path(tempfile.gettempdir()) / f"monolith-cold-{os.getuid()}"
-            else:
-                parent = Path(config.storage_dir)
+            parent = default_storage_dir() if config.storage_dir is None else Path(config.storage_dir)
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_ownerless(parent)
             self.path = Path(tempfile.mkdtemp(prefix=f"{stem}-", suffix=".cold", dir=parent))  # as 0700
@@ -505,6 +513,13 @@ class _OwnFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
+
+
+def _buffer_sizes(memory_bytes: int) -> dict[str, int]:
+    return {
+        "buffer_bytes": min(_MOST_BUFFER_BYTES, max(_LEAST_BUFFER_BYTES, memory_bytes // _PARTS)),
+        "recent_bytes": memory_bytes // _RECENT,
+    }
 
 
 def _locked(folder: Path) -> IO[bytes] | None:
