@@ -422,11 +422,6 @@ def tier_sizes(row_bytes: int, memory_bytes: int, rows: int) -> native.TierSizes
     )
 
 
-def default_storage_dir() -> Path:
-    """Return the folder of cold rows of tables that are given no `storage_dir`."""
-    return Path(tempfile.gettempdir()) / f"monolith-cold-{os.getuid()}"
-
-
 class TieredTableSnapshot:
     """A `TableSnapshot` of both tiers. Rows that move afterwards stay where they were, in the snapshot."""
 
@@ -495,7 +490,10 @@ class _OwnFolder:
     def __init__(self, config: TableConfig) -> None:
         stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in config.name)[:64]
         try:
-            parent = default_storage_dir() if config.storage_dir is None else Path(config.storage_dir)
+            if config.storage_dir is None:
+                parent = Path(tempfile.gettempdir()) / f"monolith-cold-{os.getuid()}"
+            else:
+                parent = Path(config.storage_dir)
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_ownerless(parent)
             self.path = Path(tempfile.mkdtemp(prefix=f"{stem}-", suffix=".cold", dir=parent))  # as 0700

@@ -100,6 +100,10 @@ class DoctorOptions:
     """Seconds to wait for each service."""
     path: Path = Path()
     """A folder on the disk that will hold checkpoints; by default the current one."""
+    disk: Annotated[tuple[Path, ...] | None, tyro.conf.arg(metavar="[FOLDER]")] = None
+    """Measure the disk that cold rows of tiered tables would be on: random reads of 4 KiB and sequential
+    writes, past the kernel's cache, for a second, with a file of at most 256 MiB that is removed. Takes the
+    folder, that of train.tables.storage_dir; by default the system's folder of temporary files."""
 
 
 Sort = Literal["worst", "name", "examples", "steps", "lag", "staleness", "rows", "bytes", "restarts", "age"]
