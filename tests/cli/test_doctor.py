@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import socket
-import tempfile
 import tomllib
 from pathlib import Path
 

@@ -1,0 +1,180 @@
+"""`monolith plan`: how many parameter servers of which size a table needs, with the arithmetic."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import get_args
+
+from monolith import __version__
+from monolith.cli.capacity import Costs, Plan, Wish, make_plan
+from monolith.cli.options.jobs import PlanOptions
+from monolith.config import parse_bytes, parse_duration
+from monolith.errors import ConfigError
+from monolith.table import OPTIMIZERS, Segment, TableConfig
+from monolith.table.config import EmbeddingDtype, TableStorage
+
+LEAST_MEMORY = 1 << 30
+MOST_STANDBYS = 2
+
+
+def run(options: PlanOptions) -> int:
+    """Compute the plan and print it."""
+    wish = wish_of(options)
+    costs = costs_of(options, wish.config)
+    plan = make_plan(wish, costs)
+    if options.json:
+        asked = {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()
+        }
+        printed = {"version": __version__, "asked": asked, "costs": asdict(costs), **asdict(plan)}
+        sys.stdout.write(json.dumps(printed, indent=2) + "\n")
+    else:
+        sys.stdout.write(text_of(plan, wish, costs))
+    return 0
+
+
+def wish_of(options: PlanOptions) -> Wish:
+    """Check the options.
+
+    Raises:
+        ConfigError: Names the option, what it was given and what it takes.
+    """
+    _check(options)
+    for flag, given, known in (
+        ("--optimizer", options.optimizer, OPTIMIZERS),
+        ("--embedding-dtype", options.embedding_dtype, get_args(EmbeddingDtype)),
+    ):
+        if given not in known:
+            raise ConfigError(
+                f"plan: {flag} must be one of {', '.join(known)}, got {given!r}{_nearest(given, known)}"
+            )
+    segment = Segment(dim=options.dim, optimizer=OPTIMIZERS[options.optimizer]())
+    dtype: EmbeddingDtype = options.embedding_dtype  # type: ignore[assignment]
+    both: tuple[TableStorage, ...] = ("memory", "tiered")
+    memory = parse_bytes(options.memory)
+    if memory < LEAST_MEMORY:
+        raise ConfigError(f"plan: --memory must be at least 1GiB, got {options.memory}")
+    every = parse_duration(options.checkpoint_every).total_seconds()
+    if every <= 0:
+        raise ConfigError(f"plan: --checkpoint-every must be above 0, got {options.checkpoint_every}")
+    return Wish(
+        rows=round(options.rows),
+        config=TableConfig(name="plan", segments=(segment,), embedding_dtype=dtype),
+        examples_per_s=options.examples_per_s,
+        ids_per_example=options.ids_per_example,
+        batch=options.batch,
+        zipf=options.zipf,
+        hit_rate=options.hit_rate,
+        memory=memory,
+        headroom=options.headroom,
+        network=options.gbits * 1e9 / 8,
+        standbys=options.replicas,
+        checkpoint_every=every,
+        storages=both if options.storage == "both" else (options.storage,),
+    )
+
+
+def _check(options: PlanOptions) -> None:
+    least_one = ("rows", "dim", "batch")
+    positive = ("examples_per_s", "ids_per_example", "gbits", "disk_reads_per_s", "disk_mb_per_s")
+    ranges = dict.fromkeys(least_one, (1.0, math.inf)) | {
+        "zipf": (0.0, 5.0),
+        "hit_rate": (0.0, 1.0),
+        "headroom": (0.0, 0.95),
+        "replicas": (0.0, MOST_STANDBYS),
+    }
+    for name in (*positive, *ranges):
+        value = getattr(options, name)
+        flag = "--" + name.replace("_", "-")
+        least, most = ranges.get(name, (0.0, math.inf))
+        if value is None:
+            continue
+        if name in positive and not 0 < value < math.inf:
+            raise ConfigError(f"plan: {flag} must be a finite number above 0, got {value:g}")
+        if not least <= value <= most or math.isinf(value):
+            limits = f"from {least:g} to {most:g}" if most < math.inf else f"at least {least:g}, and finite"
+            raise ConfigError(f"plan: {flag} must be {limits}, got {value:g}")
+    if options.folder is not None and not options.measure:
+        raise ConfigError("plan: --folder needs --measure, too: it is the folder whose disk is measured")
+    if options.folder is not None and not options.folder.is_dir():
+        raise ConfigError(f"plan: --folder {options.folder} is not a folder; make it first")
+
+
+def _nearest(given: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(given, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def costs_of(options: PlanOptions, config: TableConfig) -> Costs:
+    """Return measured costs: of this machine if asked for, and those that flags give."""
+    costs = Costs()
+    if options.measure:
+        from monolith.cli.measuring import measure_disk, measure_rows
+
+        folder = options.folder or Path(tempfile.gettempdir())
+        sys.stderr.write(f"monolith plan: measuring rows and the disk at {folder}, for some seconds\n")
+        rows, disk = measure_rows(config, folder), measure_disk(folder)
+        costs = replace(
+            costs,
+            row=costs.row - costs.table_row + rows.row,
+            table_row=rows.row,
+            cold_row=rows.cold_row,
+            save_bytes_per_s=1 / rows.save_byte,
+            restore_bytes_per_s=1 / rows.restore_byte,
+            disk_reads_per_s=disk.reads_per_s,
+            disk_bytes_per_s=disk.write_bytes_per_s,
+            source=f"rows, saving and disk ({folder}): this machine; requests: `monolith bench scale` on a "
+            "Neoverse N1, see docs/scale.md",
+        )
+    if options.disk_reads_per_s is not None:
+        costs = replace(costs, disk_reads_per_s=options.disk_reads_per_s)
+    if options.disk_mb_per_s is not None:
+        costs = replace(costs, disk_bytes_per_s=options.disk_mb_per_s * 1e6)
+    return costs
+
+
+# How it is shown
+
+
+def text_of(plan: Plan, wish: Wish, costs: Costs) -> str:
+    """Return the plan for people."""
+    config = wish.config
+    optimizer = config.segments[0].optimizer.rule.kind
+    lines = [f"A row of {config.dim} values as {config.embedding_dtype} with {optimizer}"]
+    lines += _aligned((figure.name, str(figure), figure.how) for figure in plan.row)
+    lines += ["", f"The load of {wish.examples_per_s:,.0f} examples/s"]
+    lines += _aligned((figure.name, str(figure), figure.how) for figure in plan.load)
+    for found in plan.servers:
+        where = (
+            "all rows in memory" if found.storage == "memory" else "hot rows in memory, all others on a disk"
+        )
+        lines += ["", f'storage = "{found.storage}" ({where}): servers that each resource asks for']
+        lines += _aligned(
+            (bound.name, f"{bound.value:,}", bound.how + (" <- most" if bound.name == found.binding else ""))
+            for bound in found.bounds
+        )
+        lines += ["", f"{_servers(found.servers, wish)}; each"]
+        lines += _aligned((figure.name, str(figure), figure.how) for figure in found.each)
+    lines += ["", f"Measured: {costs.source}."]
+    return "\n".join(lines) + "\n"
+
+
+def _servers(servers: int, wish: Wish) -> str:
+    memory = wish.memory / 2**30
+    said = f"=> {servers:,} server{'s' if servers > 1 else ''} of {memory:,.4g} GiB"
+    if wish.standbys:
+        said += f" and {servers * wish.standbys:,} standbys, {servers * (1 + wish.standbys):,} in all"
+    return said
+
+
+def _aligned(rows: Iterable[tuple[str, str, str]]) -> list[str]:
+    listed = list(rows)
+    widths = [max(len(row[column]) for row in listed) for column in range(2)]
+    return [f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {how}".rstrip() for name, value, how in listed]
