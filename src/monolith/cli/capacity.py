@@ -63,8 +63,8 @@ class Costs:
     """Written to the disk, or read from it, one after the other; of checkpoints, too."""
     source: str = (
         "requests, rows and saving: `monolith bench scale` on a Neoverse N1, 16 floats with Adagrad, see "
-        "docs/scale.md; rows in files and disk: `monolith plan --measure` and `monolith doctor --disk` on two "
-        "busy cores of a Xeon with a virtual disk"
+        "docs/scale.md; rows in files and disk: `monolith plan --measure` and `monolith doctor --disk` on "
+        "two busy cores of a Xeon with a virtual disk"
     )
 
 
@@ -343,10 +343,10 @@ class _Sums:
         requests = self._steps * costs.request
         asked = f"{count(self._steps)} steps/s x {span(costs.request)} = {requests:.3g} of a core"
         if requests >= use:
-            batch = math.floor(self._wish.examples_per_s * costs.request / use) + 1
+            batch = math.ceil(2 * self._wish.examples_per_s * costs.request / use)
             raise ConfigError(
-                f"plan: a step asks every server, and {asked}, more than the {use:g} that --headroom leaves of "
-                f"it, however many servers there are. Take larger batches: --batch {batch} or more"
+                f"plan: a step asks every server, and {asked}, more than the {use:g} that --headroom leaves "
+                f"of it, however many servers there are. With --batch {batch} half of that is left for rows"
             )
         work = self._rows_per_s * costs.row
         how = (
@@ -373,9 +373,7 @@ class _Sums:
 
     def _of_disk_reads(self) -> Figure:
         limit = self._costs.disk_reads_per_s
-        return self._of_misses(
-            "disk reads", self._reads, f"{self._reads} reads", limit, f"{count(limit)} reads/s"
-        )
+        return self._of_misses("disk reads", self._reads, f"{self._reads}", limit, f"{count(limit)} reads/s")
 
     def _of_disk_writes(self) -> Figure:
         limit = self._costs.disk_bytes_per_s
@@ -388,8 +386,8 @@ class _Sums:
         servers = _least(lambda servers: self._misses(servers) * cost <= servers * usable)
         missed = self._misses(servers)
         how = (
-            f"{count(self._rows_per_s)} rows/s x {1 - self._hit_rate(servers):.1%} not in memory = "
-            f"{count(missed)} rows/s; x {each} / ({self._use:g} x {of})"
+            f"{count(self._rows_per_s)} rows/s x {1 - self._hit_rate(servers):.1%} not in the memory of "
+            f"{servers:,} = {count(missed)} rows/s; x {each} / ({self._use:g} x {of})"
         )
         return _bound(name, servers, how)
 
@@ -419,7 +417,7 @@ class _Sums:
         saved = wish.rows * row.saved
         return [
             *found,
-            Figure("of one core", requests + share * costs.row, "share", core),
+            Figure("core", requests + share * costs.row, "share", core),
             Figure("network", self._received / servers, "bytes/s", "received"),
             Figure("a checkpoint", saved, "bytes", f"{count(wish.rows)} x {row.saved} B, of all servers"),
             Figure("is saved in", saving, "seconds", how_saving),
@@ -449,7 +447,10 @@ class _Sums:
                 f"{count(missed)} rows/s x {REWRITTEN} x {self._file_bytes:.0f} B",
             ),
             Figure(
-                "of one more core", missed * self._costs.cold_row, "share", f"x {span(self._costs.cold_row)}"
+                "core, rows in files",
+                missed * self._costs.cold_row,
+                "share",
+                f"x {span(self._costs.cold_row)}",
             ),
         ]
 

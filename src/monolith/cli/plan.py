@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Collection, Iterable
@@ -58,10 +57,12 @@ def wish_of(options: PlanOptions) -> Wish:
     segment = Segment(dim=options.dim, optimizer=OPTIMIZERS[options.optimizer]())
     dtype: EmbeddingDtype = options.embedding_dtype  # type: ignore[assignment]
     both: tuple[TableStorage, ...] = ("memory", "tiered")
-    memory = parse_bytes(options.memory)
+    try:
+        memory, every = parse_bytes(options.memory), parse_duration(options.checkpoint_every).total_seconds()
+    except ConfigError as error:
+        raise ConfigError(f"plan: --memory and --checkpoint-every: {error}") from None
     if memory < LEAST_MEMORY:
         raise ConfigError(f"plan: --memory must be at least 1GiB, got {options.memory}")
-    every = parse_duration(options.checkpoint_every).total_seconds()
     if every <= 0:
         raise ConfigError(f"plan: --checkpoint-every must be above 0, got {options.checkpoint_every}")
     return Wish(
@@ -81,26 +82,29 @@ def wish_of(options: PlanOptions) -> Wish:
     )
 
 
+_RANGES = {
+    "rows": (1, 1e15),
+    "dim": (1, 1 << 20),
+    "examples_per_s": (1e-3, 1e12),
+    "ids_per_example": (1e-3, 1e6),
+    "batch": (1, 1e9),
+    "gbits": (1e-3, 1e6),
+    "headroom": (0, 0.95),
+    "zipf": (0, 5),
+    "hit_rate": (0, 1),
+    "disk_reads_per_s": (1, 1e12),
+    "disk_mb_per_s": (1, 1e9),
+    "replicas": (0, MOST_STANDBYS),
+}
+"""What makes sense, both ends included."""
+
+
 def _check(options: PlanOptions) -> None:
-    least_one = ("rows", "dim", "batch")
-    positive = ("examples_per_s", "ids_per_example", "gbits", "disk_reads_per_s", "disk_mb_per_s")
-    ranges = dict.fromkeys(least_one, (1.0, math.inf)) | {
-        "zipf": (0.0, 5.0),
-        "hit_rate": (0.0, 1.0),
-        "headroom": (0.0, 0.95),
-        "replicas": (0.0, MOST_STANDBYS),
-    }
-    for name in (*positive, *ranges):
+    for name, (least, most) in _RANGES.items():
         value = getattr(options, name)
-        flag = "--" + name.replace("_", "-")
-        least, most = ranges.get(name, (0.0, math.inf))
-        if value is None:
-            continue
-        if name in positive and not 0 < value < math.inf:
-            raise ConfigError(f"plan: {flag} must be a finite number above 0, got {value:g}")
-        if not least <= value <= most or math.isinf(value):
-            limits = f"from {least:g} to {most:g}" if most < math.inf else f"at least {least:g}, and finite"
-            raise ConfigError(f"plan: {flag} must be {limits}, got {value:g}")
+        if value is not None and not least <= value <= most:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"plan: --{flag} must be from {least:g} to {most:g}, got {value:g}")
     if options.folder is not None and not options.measure:
         raise ConfigError("plan: --folder needs --measure, too: it is the folder whose disk is measured")
     if options.folder is not None and not options.folder.is_dir():
