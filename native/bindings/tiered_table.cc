@@ -126,7 +126,7 @@ void bind_tiered_table(nb::module_& m) {
       .def(nb::init<int>(), "threads"_a = 32)
       .def_prop_ro("threads", &BlockReader::threads)
       .def("read", &read_blocks, "descriptor"_a, "offsets"_a.noconvert(), "block_bytes"_a,
-           "Read a block at each offset, and drop what was read: to time a disk.");
+           "Read a block at each offset and drop it: to time a disk.");
 
   nb::class_<TierSizes>(m, "TierSizes", "What a tiered table of so many rows takes, reckoned without one.")
       .def(nb::init<std::size_t, std::uint64_t, std::size_t, std::size_t, std::uint64_t>(), nb::kw_only(),

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from monolith.cli import capacity
-from monolith.cli.capacity import Costs, Figure, Popularity, RowBytes, Servers, Wish, make_plan
+from monolith.cli.capacity import Figure, Popularity, RowBytes, ServerCosts, Servers, Wish, make_plan
 from monolith.errors import ConfigError
 from monolith.table import OPTIMIZERS, NativeTable, Segment, TableConfig, dump
 from monolith.table.config import EmbeddingDtype
 
-COSTS = Costs(
+COSTS = ServerCosts(
     request=1e-3,
     row=100e-9,
     table_row=50e-9,

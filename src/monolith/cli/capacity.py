@@ -1,6 +1,6 @@
 """How many parameter servers a table needs: arithmetic, from what a row takes and what work costs.
 
-    Wish, Costs -> make_plan -> Plan
+    Wish, ServerCosts -> make_plan -> ClusterPlan
       row       bytes of a row, by the table's own layout
       load      steps and rows per second
       servers   for each storage: how many servers each resource asks for, and what one of them is
@@ -34,7 +34,7 @@ WIRE_ID_BYTES = 8
 WIRE_VALUE_BYTES = 4
 """Embeddings and gradients travel as float32, however they are stored."""
 SAVING_THREADS = 4
-"""Files of a checkpoint that a server writes or reads at once."""
+"""Files that a server writes or reads at once, as `dump` and `load` do by default."""
 REWRITTEN = 2
 """How often a cold row is written, and how many times its bytes its files take: a file is compacted when half
 of its rows are dead."""
@@ -43,7 +43,7 @@ MOST_SERVERS = 10**7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
+class ServerCosts:
     """What work costs on one machine. The defaults were measured, as `source` says."""
 
     request: float = 1.198e-3
@@ -132,7 +132,7 @@ class Servers:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ClusterPlan:
     row: tuple[Figure, ...]
     load: tuple[Figure, ...]
     servers: tuple[Servers, ...]
@@ -207,7 +207,7 @@ class RowBytes:
 class Popularity:
     """Rows in the order of their use, by a Zipf distribution: the k-th is drawn k**-exponent as often.
 
-    The first rows count one by one, the others in groups of equal share, so that any number of rows takes
+    The first rows count one by one, all later ones in groups, so that any number of rows takes
     thousands of numbers.
     """
 
@@ -238,7 +238,7 @@ class Popularity:
 # The plan
 
 
-def make_plan(wish: Wish, costs: Costs) -> Plan:
+def make_plan(wish: Wish, costs: ServerCosts) -> ClusterPlan:
     """Compute everything.
 
     Raises:
@@ -246,7 +246,7 @@ def make_plan(wish: Wish, costs: Costs) -> Plan:
     """
     row = RowBytes.of(wish.config)
     sums = _Sums(wish, costs, row)
-    return Plan(
+    return ClusterPlan(
         row=tuple(_row_figures(wish, row)),
         load=tuple(sums.load()),
         servers=tuple(sums.servers(storage) for storage in wish.storages),
@@ -275,7 +275,7 @@ def _row_figures(wish: Wish, row: RowBytes) -> list[Figure]:
 class _Sums:
     """The arithmetic of one wish."""
 
-    def __init__(self, wish: Wish, costs: Costs, row: RowBytes) -> None:
+    def __init__(self, wish: Wish, costs: ServerCosts, row: RowBytes) -> None:
         self._wish, self._costs, self._row = wish, costs, row
         self._use = 1 - wish.headroom
         self._steps = wish.examples_per_s / wish.batch

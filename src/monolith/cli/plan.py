@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from monolith import __version__
-from monolith.cli.capacity import Costs, Plan, Wish, make_plan
+from monolith.cli.capacity import ClusterPlan, ServerCosts, Wish, make_plan
 from monolith.cli.options.jobs import PlanOptions
 from monolith.config import parse_bytes, parse_duration
 from monolith.errors import ConfigError
@@ -116,9 +116,9 @@ def _nearest(given: str, known: Collection[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def costs_of(options: PlanOptions, config: TableConfig) -> Costs:
+def costs_of(options: PlanOptions, config: TableConfig) -> ServerCosts:
     """Return measured costs: of this machine if asked for, and those that flags give."""
-    costs = Costs()
+    costs = ServerCosts()
     if options.measure:
         from monolith.cli.measuring import measure_disk, measure_rows
 
@@ -147,7 +147,7 @@ def costs_of(options: PlanOptions, config: TableConfig) -> Costs:
 # How it is shown
 
 
-def text_of(plan: Plan, wish: Wish, costs: Costs) -> str:
+def text_of(plan: ClusterPlan, wish: Wish, costs: ServerCosts) -> str:
     """Return the plan for people."""
     config = wish.config
     optimizer = config.segments[0].optimizer.rule.kind

@@ -673,7 +673,7 @@ class BlockReader:
     def threads(self) -> int: ...
 
     def read(self, descriptor: int, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], block_bytes: int) -> None:
-        """Read a block at each offset, and drop what was read: to time a disk."""
+        """Read a block at each offset and drop it: to time a disk."""
 
 class TierSizes:
     """What a tiered table of so many rows takes, reckoned without one."""
