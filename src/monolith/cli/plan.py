@@ -124,7 +124,8 @@ def costs_of(options: PlanOptions, config: TableConfig) -> ServerCosts:
 
         folder = options.folder or Path(tempfile.gettempdir())
         sys.stderr.write(f"monolith plan: measuring rows and the disk at {folder}, for some seconds\n")
-        rows, disk = measure_rows(config, folder), measure_disk(folder)
+        disk = measure_disk(folder)  # refuses a folder that cannot be used
+        rows = measure_rows(config, folder)
         costs = replace(
             costs,
             row=costs.row - costs.table_row + rows.row,

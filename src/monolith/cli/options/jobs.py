@@ -139,7 +139,7 @@ class PlanOptions:
     zipf: float = 1.05
     """How uneven IDs are: the k-th most frequent one comes k**-zipf as often as the first; 0 is uniform."""
     hit_rate: float | None = None
-    """The share of the rows of a step that a tiered table has in memory, as `monolith status` shows it; by
+    """The share of lookups and updates of a tiered table that read no file, as `monolith status` shows it; by
     default computed from --zipf."""
     disk_reads_per_s: float | None = None
     """Random reads of 4 KiB per second of a server's disk, as `monolith doctor --disk` measures them."""
