@@ -4,6 +4,13 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
 #include "arrays.h"
 #include "bindings.h"
 #include "chunks.h"
@@ -55,6 +62,30 @@ std::size_t count_missing(TieredTable& table, const Ids& ids) {
   return table.count_missing(as_span(ids));
 }
 
+void read_blocks(BlockReader& reader, int descriptor, const Ids& offsets, std::size_t block_bytes) {
+  check(block_bytes > 0 && block_bytes % 4096 == 0, "block_bytes must be a multiple of 4096");
+  std::vector<BlockReader::Read> reads;
+  {
+    GilReleased unlocked;
+    const std::unique_ptr<std::byte, decltype(&std::free)> into(
+        static_cast<std::byte*>(
+            std::aligned_alloc(4096, std::max<std::size_t>(offsets.size(), 1) * block_bytes)),
+        &std::free);
+    if (into == nullptr) throw std::bad_alloc();
+    for (std::byte* at = into.get(); const std::int64_t offset : as_span(offsets)) {
+      reads.push_back({descriptor, static_cast<std::uint64_t>(offset), block_bytes, at});
+      at += block_bytes;
+    }
+    reader.run(reads);
+  }
+  for (const BlockReader::Read& read : reads) {
+    if (read.error == 0) continue;
+    errno = read.error > 0 ? read.error : EIO;  // a file that ends too early
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+}
+
 void digests(TieredTable& table, const Ids& buckets, std::uint64_t number, std::uint64_t total,
              const Out<std::uint64_t>& sums) {
   check(sums.size() == buckets.size(), "sums must have one entry per bucket");
@@ -93,7 +124,20 @@ void bind_tiered_table(nb::module_& m) {
 
   nb::class_<BlockReader>(m, "BlockReader", "Threads that read blocks of files; tables may share them.")
       .def(nb::init<int>(), "threads"_a = 32)
-      .def_prop_ro("threads", &BlockReader::threads);
+      .def_prop_ro("threads", &BlockReader::threads)
+      .def("read", &read_blocks, "descriptor"_a, "offsets"_a.noconvert(), "block_bytes"_a,
+           "Read a block at each offset and drop it: to time a disk.");
+
+  nb::class_<TierSizes>(m, "TierSizes", "What a tiered table of so many rows takes, reckoned without one.")
+      .def(nb::init<std::size_t, std::uint64_t, std::size_t, std::size_t, std::uint64_t>(), nb::kw_only(),
+           "row_bytes"_a, "memory_bytes"_a, "buffer_bytes"_a, "recent_bytes"_a, "rows"_a)
+      .def_ro("hot_rows", &TierSizes::hot_rows, "Rows that fit into the memory.")
+      .def_ro("hot_bytes", &TierSizes::hot_bytes, "Memory of a hot row with all that belongs to it.")
+      .def_ro("index_bytes", &TierSizes::index_bytes, "Memory of the index of the cold rows.")
+      .def_ro("record_bytes", &TierSizes::record_bytes, "Of a row in a file.")
+      .def_ro("block_bytes", &TierSizes::block_bytes, "Of one read.")
+      .def_ro("file_bytes", &TierSizes::file_bytes,
+              "Of a row in a file, with its part of blocks and directory.");
 
   nb::class_<ColdStats>(m, "ColdStats")
       .def_ro("rows", &ColdStats::rows)

@@ -1,12 +1,14 @@
 #include "cold_index.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 namespace monolith {
 namespace {
 
 constexpr std::size_t kLeastHomes = 16;
+constexpr std::size_t kMostSpare = 512;  // cells beyond the home cells
 constexpr double kFreshLoad = 0.78;
 
 // Partitions grow at different loads, so that memory grows smoothly.
@@ -14,7 +16,20 @@ double full_load(std::size_t partition) {
   return 0.84 + 0.06 * static_cast<double>(partition % 16) / 16;
 }
 
+std::size_t cells_for(std::size_t homes) {
+  return homes + std::min(homes, kMostSpare) + 1;
+}
+
 }  // namespace
+
+std::size_t ColdIndex::expected_bytes(std::uint64_t entries) {
+  constexpr auto partitions = std::size_t{1} << kPartitionBits;
+  const double load = std::sqrt(kFreshLoad * full_load(8));
+  const double homes = static_cast<double>(entries) / static_cast<double>(partitions) / load;
+  const std::size_t cells =
+      entries == 0 ? 0 : cells_for(std::max(static_cast<std::size_t>(homes), kLeastHomes));
+  return partitions * cells * sizeof(std::uint64_t) + sizeof(ColdIndex);
+}
 
 // Puts an entry into its place; false if that would take the last cell.
 bool ColdIndex::place(Partition& part, std::uint64_t entry) {
@@ -30,7 +45,7 @@ void ColdIndex::resize(Partition& part, std::size_t homes) {
   const std::vector<std::uint64_t> old = std::move(part.cells);
   for (homes = std::max(homes, kLeastHomes);; homes += homes / 4) {
     part.homes = homes;
-    part.cells.assign(homes + std::min<std::size_t>(homes, 512) + 1, 0);
+    part.cells.assign(cells_for(homes), 0);
     part.cells.shrink_to_fit();
     // In ascending order each goes behind the one before it.
     std::size_t next = 0;

@@ -37,6 +37,8 @@ class ColdIndex {
 
   std::size_t size() const { return size_; }
   std::size_t bytes() const { return cells_ * sizeof(std::uint64_t) + sizeof(*this); }
+  // What bytes() is with so many entries, on average: partitions are between two sizes.
+  static std::size_t expected_bytes(std::uint64_t entries);
 
   // Asks for the cells of a hash that will be needed soon.
   void prefetch(std::uint64_t hash) const {

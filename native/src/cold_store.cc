@@ -77,6 +77,12 @@ Aligned aligned(std::size_t bytes) {
 
 }  // namespace
 
+ColdLayout::ColdLayout(std::size_t row_bytes)
+    : record_bytes(sizeof(RecordHead) + row_bytes),
+      block_bytes(block_for(record_bytes)),
+      rows_per_block((block_bytes - kBlockHead) / record_bytes),
+      heads_per_block((block_bytes - kBlockHead) / sizeof(RecordHead)) {}
+
 class ColdStore::Blocks {
  public:
   explicit Blocks(std::size_t bytes) : memory_(aligned(bytes)) {}
@@ -112,9 +118,9 @@ struct ColdStore::File {
 ColdStore::ColdStore(ColdSpec spec, std::shared_ptr<BlockReader> reader)
     : spec_(std::move(spec)),
       reader_(std::move(reader)),
-      record_bytes_(sizeof(RecordHead) + spec_.row_bytes),
-      block_bytes_(block_for(record_bytes_)),
-      rows_per_block_((block_bytes_ - kBlockHead) / record_bytes_),
+      record_bytes_(ColdLayout(spec_.row_bytes).record_bytes),
+      block_bytes_(ColdLayout(spec_.row_bytes).block_bytes),
+      rows_per_block_(ColdLayout(spec_.row_bytes).rows_per_block),
       rows_per_file_(std::clamp<std::size_t>(spec_.buffer_bytes / record_bytes_, 8, kRowMask)) {
   if (spec_.row_bytes == 0 || spec_.row_bytes % 16 != 0)
     throw std::invalid_argument("cold store: rows must be of a multiple of 16 bytes");

@@ -51,6 +51,16 @@ struct ColdSpec {
   std::size_t recent_bytes = 0;  // for rows that were read and may be wanted again at once
 };
 
+// How rows are laid out in files.
+struct ColdLayout {
+  explicit ColdLayout(std::size_t row_bytes);
+
+  std::size_t record_bytes;
+  std::size_t block_bytes;
+  std::size_t rows_per_block;
+  std::size_t heads_per_block;  // of the directory
+};
+
 struct ColdStats {
   std::uint64_t rows = 0, files = 0;
   std::uint64_t bytes_index = 0, bytes_buffers = 0, bytes_recent = 0;  // memory

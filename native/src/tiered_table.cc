@@ -18,6 +18,31 @@ constexpr std::uint64_t kLastHash = std::numeric_limits<std::uint64_t>::max();
 // count of uses.
 constexpr std::size_t kIndexBytes = 34;
 
+std::size_t hot_row_bytes(std::size_t row_bytes) {
+  return row_bytes + kIndexBytes;
+}
+
+// The part of the memory that is set aside for the cold index. It grows by large steps: with each of them the
+// hot table starts anew.
+std::uint64_t first_index_part(std::uint64_t memory_bytes) {
+  return memory_bytes / 16;
+}
+std::uint64_t next_index_part(std::uint64_t part, std::uint64_t memory_bytes) {
+  return std::min<std::uint64_t>(part + part / 5 * 2, memory_bytes);
+}
+
+// How many hot rows fit into the memory, if so many bytes of it are for other things.
+std::uint64_t rows_that_fit(std::uint64_t memory_bytes, std::uint64_t other, std::size_t row) {
+  // An index that takes nearly all of the memory leaves a sixteenth: training continues, slowly.
+  const std::uint64_t left = std::max(memory_bytes - std::min(memory_bytes, other), memory_bytes / 16);
+  return std::max<std::uint64_t>(left / row, 1);
+}
+
+std::uint64_t fixed_part(std::size_t buffer_bytes, std::size_t recent_bytes, std::size_t empty_index) {
+  return 3 * buffer_bytes + recent_bytes +
+         empty_index;  // a buffer that fills, one that is written, one that waits
+}
+
 void show(const Entry& entry, const std::byte* row, float* values) {
   if (!entry.serving() && entry.decays_lazily())
     entry.read_decayed(row, values);
@@ -28,22 +53,36 @@ void show(const Entry& entry, const std::byte* row, float* values) {
 
 }  // namespace
 
+TierSizes::TierSizes(std::size_t row_bytes, std::uint64_t memory_bytes, std::size_t buffer_bytes,
+                     std::size_t recent_bytes, std::uint64_t rows)
+    : hot_rows(0), hot_bytes(hot_row_bytes(row_bytes)), index_bytes(0) {
+  const ColdLayout layout(row_bytes);
+  const double block = static_cast<double>(layout.block_bytes);
+  record_bytes = layout.record_bytes;
+  block_bytes = layout.block_bytes;
+  file_bytes = block / static_cast<double>(layout.rows_per_block) +
+               block / static_cast<double>(layout.heads_per_block);
+  const std::uint64_t fixed = fixed_part(buffer_bytes, recent_bytes, ColdIndex::expected_bytes(0));
+  std::uint64_t part = first_index_part(memory_bytes);
+  for (;;) {
+    hot_rows = std::min(rows, rows_that_fit(memory_bytes, fixed + part, hot_bytes));
+    index_bytes = ColdIndex::expected_bytes(rows - hot_rows);
+    if (index_bytes <= part || part == memory_bytes) return;
+    part = next_index_part(part, memory_bytes);
+  }
+}
+
 TieredTable::TieredTable(std::shared_ptr<Table> hot, const TieredSpec& spec, ColdSpec cold,
                          std::shared_ptr<BlockReader> reader)
     : hot_(std::move(hot)),
       spec_(spec),
-      row_cost_(hot_->row_bytes() + kIndexBytes),
+      row_cost_(hot_row_bytes(hot_->row_bytes())),
       cold_(std::move(cold), std::move(reader)),
-      // A buffer that fills, one that is written, and one that waits.
-      fixed_bytes_(3 * cold_.buffer_bytes() + cold_.stats().bytes_recent + cold_.stats().bytes_index),
-      index_bytes_(spec_.memory_bytes / 16) {}
+      fixed_bytes_(fixed_part(cold_.buffer_bytes(), cold_.stats().bytes_recent, cold_.stats().bytes_index)),
+      index_bytes_(first_index_part(spec_.memory_bytes)) {}
 
 std::uint64_t TieredTable::hot_rows_allowed() const {
-  const std::uint64_t beside = fixed_bytes_ + index_bytes_;
-  // An index that takes nearly all of the memory leaves a sixteenth: training continues, slowly.
-  const std::uint64_t left =
-      std::max(spec_.memory_bytes - std::min(spec_.memory_bytes, beside), spec_.memory_bytes / 16);
-  const std::uint64_t rows = std::max<std::uint64_t>(left / row_cost_, 1);
+  const std::uint64_t rows = rows_that_fit(spec_.memory_bytes, fixed_bytes_ + index_bytes_, row_cost_);
   return spec_.most_hot_rows != 0 ? std::min(rows, spec_.most_hot_rows) : rows;
 }
 
@@ -202,8 +241,7 @@ std::size_t TieredTable::move_out(std::size_t count) {
   hot_->move_out(records);
   const std::uint64_t index = cold_.stats().bytes_index;
   if (index > index_bytes_ && index_bytes_ < spec_.memory_bytes) {
-    // By large steps: with each of them the hot table starts anew.
-    index_bytes_ = std::min<std::uint64_t>(index_bytes_ + index_bytes_ / 5 * 2, spec_.memory_bytes);
+    index_bytes_ = next_index_part(index_bytes_, spec_.memory_bytes);
     shrinks_ = hot_->stats().bytes_total > hot_rows_allowed() * row_cost_;
   }
   return records.size() / bytes;
@@ -316,7 +354,7 @@ void TieredTable::clear(std::size_t rows) {
   }
   hot_->clear(std::min<std::uint64_t>(rows, hot_rows_allowed()));
   cold_.clear();
-  index_bytes_ = spec_.memory_bytes / 16;
+  index_bytes_ = first_index_part(spec_.memory_bytes);
   shrinks_ = false;
 }
 

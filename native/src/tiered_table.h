@@ -31,6 +31,19 @@ struct TieredSpec {
   std::uint64_t most_hot_rows = 0;  // fewer than memory_bytes allows; 0 for as many as that
 };
 
+// What a table of so many rows takes, reckoned without one.
+struct TierSizes {
+  TierSizes(std::size_t row_bytes, std::uint64_t memory_bytes, std::size_t buffer_bytes,
+            std::size_t recent_bytes, std::uint64_t rows);
+
+  std::uint64_t hot_rows;      // that fit into the memory
+  std::uint64_t hot_bytes;     // of memory, of a hot row with all that belongs to it
+  std::uint64_t index_bytes;   // of memory, for the cold rows
+  std::uint64_t record_bytes;  // of a row in a file, without its part of blocks and directory
+  std::uint64_t block_bytes;   // of one read
+  double file_bytes;           // of a row in a file, with both
+};
+
 class TieredTable {
  public:
   TieredTable(std::shared_ptr<Table> hot, const TieredSpec& spec, ColdSpec cold,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import io
 import json
+import os
 import re
+import shutil
 import socket
 import tomllib
 from pathlib import Path
@@ -13,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from monolith.cli import doctor
+from monolith.cli import doctor, measuring
 from monolith.cli.doctor import Check, Status
 from monolith.cli.options.jobs import DoctorOptions
 from monolith.errors import ConfigError
@@ -160,6 +163,72 @@ def test_the_disk_is_the_one_asked_for(tmp_path: Path) -> None:
     assert f"at {tmp_path.resolve()}" in doctor.check_disk(tmp_path).found
     with pytest.raises(ConfigError, match=r"--path .*nowhere"):
         doctor.check_disk(tmp_path / "nowhere")
+
+
+def test_the_disk_is_measured_when_asked_and_the_file_is_gone(tmp_path: Path) -> None:
+    asked = doctor.check_cold_rows(None)
+    assert "`monolith doctor --disk FOLDER`" in asked.found
+    assert "measured" not in asked.as_json()
+    check = doctor.check_cold_rows((tmp_path,))
+    assert re.match(
+        r"[\d,]+ random reads of 4 KiB per second by 32 threads, [\d,]+ MB/s written", check.found
+    )
+    measured = check.as_json()["measured"]
+    assert isinstance(measured, dict)
+    assert measured["reads_per_s"] > 0
+    assert measured["write_bytes_per_s"] > 0
+    assert measured["file_bytes"] <= 256 << 20
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_disk_brings_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = measuring.DiskSpeed(str(tmp_path), 900.0, 32, 80e6, 1 << 28, 1 << 40)
+    monkeypatch.setattr(measuring, "measure_disk", lambda folder: network)  # noqa: ARG005
+    check = doctor.check_cold_rows((tmp_path,))
+    assert check.status is Status.ADVICE
+    assert check.found.startswith("900 random reads of 4 KiB per second by 32 threads, 80 MB/s written")
+    assert "local SSD" in check.advice
+
+
+@pytest.mark.parametrize(
+    "where, raised, said",
+    [
+        ("tempfile.mkstemp", OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+        ("os.pwrite", OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_a_folder_that_cannot_be_measured_is_advice_and_stays_empty(
+    where: str, raised: OSError, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:  # noqa: ARG001
+        raise raised
+
+    monkeypatch.setattr(f"monolith.cli.measuring.{where}", fail)
+    check = doctor.check_cold_rows((tmp_path,))
+    monkeypatch.undo()
+    assert check.status is Status.ADVICE
+    assert re.search(said, check.found)
+    assert "storage_dir" in check.advice
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_reads_past_the_cache_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_DIRECT")
+    assert "no reads past the kernel's cache (O_DIRECT)" in doctor.check_cold_rows((tmp_path,)).found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_not_filled_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)  # noqa: ARG005
+    assert "has 1,048,576 free bytes, too few to measure with" in doctor.check_cold_rows((tmp_path,)).found
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--disk .*nowhere is not a folder"):
+        doctor.check_cold_rows((tmp_path / "nowhere",))
 
 
 @pytest.mark.parametrize(

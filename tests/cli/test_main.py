@@ -195,9 +195,9 @@ def test_an_old_name_still_works_and_prints_the_new_one(
     assert f"monolith {new}" in printed.out
 
 
-def test_there_are_about_sixteen_commands_and_two_that_measure() -> None:
+def test_there_are_about_seventeen_commands_and_two_that_measure() -> None:
     assert " ".join(dict.fromkeys(name.split()[0] for name in COMMANDS)) == (
-        "new train evaluate predict export serve query publish status ui data checkpoint config doctor "
+        "new train evaluate predict export serve query publish status ui data checkpoint config doctor plan "
         "bench demo experiment"
     )
 

@@ -43,6 +43,7 @@ from monolith.cli.options.jobs import (
     FreshnessOptions,
     InsightOptions,
     NewOptions,
+    PlanOptions,
     ProfileOptions,
     PublishPauseOptions,
     PublishResumeOptions,
@@ -130,6 +131,7 @@ COMMANDS = {
     "config token": Command(ConfigTokenOptions, "monolith.cli.config_commands", "token"),
     "config show": Command(ConfigShowOptions, "monolith.cli.config_commands", "show", positional=True),
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),
+    "plan": Command(PlanOptions, "monolith.cli.plan"),
 }
 
 RENAMED = {

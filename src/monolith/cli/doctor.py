@@ -17,9 +17,10 @@ import resource
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from rich.table import Table
 
 from monolith import __version__
 from monolith.cli.options.jobs import DoctorOptions
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, FilesystemError
 from monolith.observe.machine import HUGE_PAGES, cpu_name, huge_pages, read_fields, usable_cores
 
 INSTALL = "pip install 'monolith-recsys[{extra}]'"
@@ -80,6 +81,10 @@ CPU_FEATURES = {
 """Machine -> the flags in /proc/cpuinfo that matter to the core, and why."""
 
 ENOUGH_FILES = 4096
+ENOUGH_READS = 20_000
+"""Random reads of 4 KiB per second that any local SSD does; disks of networks often do less."""
+ENOUGH_WRITES = 200e6
+"""Bytes per second."""
 UNLIMITED_BYTES = 1 << 60
 """Control groups of version 1 say "no limit" by a number beyond any machine."""
 
@@ -106,6 +111,11 @@ class Check:
     status: Status
     found: str
     advice: str = ""
+    measured: Mapping[str, float | str] = field(default_factory=dict)
+    """Figures by name, for programs."""
+
+    def as_json(self) -> dict[str, object]:
+        return {name: value for name, value in asdict(self).items() if name != "measured" or value}
 
 
 def run(options: DoctorOptions) -> int:
@@ -119,7 +129,7 @@ def run(options: DoctorOptions) -> int:
     checks = list(examine(options, os.environ))
     healthy = all(check.status is not Status.MISSING for check in checks)
     if options.json:
-        report = {"version": __version__, "ok": healthy, "checks": [asdict(check) for check in checks]}
+        report = {"version": __version__, "ok": healthy, "checks": [check.as_json() for check in checks]}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         render(checks, healthy, Console())
@@ -138,6 +148,7 @@ def examine(options: DoctorOptions, environment: Mapping[str, str]) -> Iterator[
     yield check_huge_pages(root)
     yield from check_limits()
     yield check_disk(options.path)
+    yield check_cold_rows(options.disk)
     yield from check_services(service_addresses(options, environment), options.timeout)
 
 
@@ -317,6 +328,43 @@ def check_disk(path: Path) -> Check:
         raise ConfigError(f"cannot look at the disk of --path {path}: {error.strerror}") from error
     return Check(
         "machine", "disk", Status.OK, f"{size(usage.free)} free of {size(usage.total)} at {path.resolve()}"
+    )
+
+
+def check_cold_rows(folders: tuple[Path, ...] | None) -> Check:
+    """Measure the disk of cold rows, if asked to: that takes a second and writes a file."""
+    name = "cold rows"
+    if folders is None:
+        found = "disk not measured; `monolith doctor --disk FOLDER` does, for tiered tables"
+        return Check("machine", name, Status.OK, found)
+    if len(folders) > 1:
+        raise ConfigError(f"doctor: --disk takes one folder, got {' '.join(map(str, folders))}")
+    folder = folders[0] if folders else Path(tempfile.gettempdir())
+    if not folder.is_dir():
+        raise ConfigError(f"doctor: --disk {folder} is not a folder; make it first")
+    try:
+        from monolith.cli.measuring import measure_disk
+
+        disk = measure_disk(folder)
+    except (ImportError, FilesystemError) as error:
+        advice = "tiered tables need storage_dir to be a folder on a local disk that can be written"
+        return Check("machine", name, Status.ADVICE, f"disk not measured: {error}", advice)
+    slow = disk.reads_per_s < ENOUGH_READS or disk.write_bytes_per_s < ENOUGH_WRITES
+    found = (
+        f"{disk.reads_per_s:,.0f} random reads of 4 KiB per second by {disk.threads} threads, "
+        f"{disk.write_bytes_per_s / 1e6:,.0f} MB/s written, "
+        f"{size(disk.free_bytes)} free at {folder.resolve()}"
+    )
+    return Check(
+        "machine",
+        name,
+        Status.ADVICE if slow else Status.OK,
+        found,
+        "slow for tiered tables, as disks of networks are: set storage_dir to a folder on a local SSD; "
+        "`monolith plan --disk-reads-per-s` says how many servers such a disk takes"
+        if slow
+        else "",
+        asdict(disk),
     )
 
 

@@ -672,6 +672,38 @@ class BlockReader:
     @property
     def threads(self) -> int: ...
 
+    def read(self, descriptor: int, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], block_bytes: int) -> None:
+        """Read a block at each offset and drop it: to time a disk."""
+
+class TierSizes:
+    """What a tiered table of so many rows takes, reckoned without one."""
+
+    def __init__(self, *, row_bytes: int, memory_bytes: int, buffer_bytes: int, recent_bytes: int, rows: int) -> None: ...
+
+    @property
+    def hot_rows(self) -> int:
+        """Rows that fit into the memory."""
+
+    @property
+    def hot_bytes(self) -> int:
+        """Memory of a hot row with all that belongs to it."""
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the index of the cold rows."""
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a row in a file."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one read."""
+
+    @property
+    def file_bytes(self) -> float:
+        """Of a row in a file, with its part of blocks and directory."""
+
 class ColdStats:
     @property
     def rows(self) -> int: ...

@@ -144,7 +144,12 @@ class ShardInfo:
 
 def rows_per_block(layout: RowLayout) -> int:
     """Return how many rows make a block of about `BLOCK_BYTES`."""
-    return max(1, min(1 << 16, BLOCK_BYTES // (12 + 4 * (layout.dim + layout.state_dim))))
+    return max(1, min(1 << 16, BLOCK_BYTES // saved_row_bytes(layout)))
+
+
+def saved_row_bytes(layout: RowLayout) -> int:
+    """Return the bytes of a row: ID, event time, values and state."""
+    return 12 + 4 * (layout.dim + layout.state_dim)
 
 
 def write_shard(path: str, description: Description, chunks: Iterable[Rows]) -> ShardInfo:

@@ -122,8 +122,7 @@ class TieredTable:
             name=config.name,
             memory_bytes=config.memory_bytes,
             most_hot_rows=most_hot_rows,
-            buffer_bytes=min(_MOST_BUFFER_BYTES, max(_LEAST_BUFFER_BYTES, config.memory_bytes // _PARTS)),
-            recent_bytes=config.memory_bytes // _RECENT,
+            **_buffer_sizes(config.memory_bytes),
         )
         self._warned = False
         self._lock = threading.Lock()
@@ -416,6 +415,13 @@ class TieredTable:
             )
 
 
+def tier_sizes(row_bytes: int, memory_bytes: int, rows: int) -> native.TierSizes:
+    """Return what a tiered table with this memory would take; a row in memory has `row_bytes`."""
+    return native.TierSizes(
+        row_bytes=row_bytes, memory_bytes=memory_bytes, rows=rows, **_buffer_sizes(memory_bytes)
+    )
+
+
 class TieredTableSnapshot:
     """A `TableSnapshot` of both tiers. Rows that move afterwards stay where they were, in the snapshot."""
 
@@ -505,6 +511,13 @@ class _OwnFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
+
+
+def _buffer_sizes(memory_bytes: int) -> dict[str, int]:
+    return {
+        "buffer_bytes": min(_MOST_BUFFER_BYTES, max(_LEAST_BUFFER_BYTES, memory_bytes // _PARTS)),
+        "recent_bytes": memory_bytes // _RECENT,
+    }
 
 
 def _locked(folder: Path) -> IO[bytes] | None:

@@ -100,6 +100,61 @@ class DoctorOptions:
     """Seconds to wait for each service."""
     path: Path = Path()
     """A folder on the disk that will hold checkpoints; by default the current one."""
+    disk: Annotated[tuple[Path, ...] | None, tyro.conf.arg(metavar="[FOLDER]")] = None
+    """Measure the disk that cold rows of tiered tables would be on: random reads of 4 KiB and sequential
+    writes, past the kernel's cache, for a second, with a file of at most 256 MiB that is removed. Takes the
+    folder, that of train.tables.storage_dir; by default the system's folder of temporary files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """Plan a cluster: how many parameter servers of which size a table needs, with the arithmetic.
+
+    Figures of work are measured ones: those of docs/scale.md and of the command that the output names, or
+    with --measure those of this machine.
+    """
+
+    rows: float
+    """Rows of all tables together, such as 1e10 or 10_000_000_000."""
+    dim: int
+    """Floats of an embedding."""
+    examples_per_s: float
+    """Examples that all workers train per second."""
+    optimizer: str = "adagrad"
+    """The optimizer of the rows: sgd, adagrad, adam, ftrl or another of monolith.table."""
+    embedding_dtype: str = "float32"
+    """How embeddings are stored: train.tables.embedding_dtype."""
+    ids_per_example: float = 26.0
+    """IDs of an example, of all features together."""
+    batch: int = 2048
+    """Examples of a worker's step. Requests cost more than rows, so larger batches need fewer servers."""
+    storage: Literal["memory", "tiered", "both"] = "both"
+    """Where rows are: all in memory, hot ones in memory and all others on a local disk, or both plans."""
+    memory: str = "64GiB"
+    """Memory of a server."""
+    gbits: float = 25.0
+    """Network of a server, Gbit/s in each direction."""
+    headroom: float = 0.2
+    """The share of a server's memory, core, disk and network that stays free."""
+    zipf: float = 1.05
+    """How uneven IDs are: the k-th most frequent one comes k**-zipf as often as the first; 0 is uniform."""
+    hit_rate: float | None = None
+    """The share of lookups and updates of a tiered table that read no file, as `monolith status` shows it; by
+    default computed from --zipf."""
+    disk_reads_per_s: float | None = None
+    """Random reads of 4 KiB per second of a server's disk, as `monolith doctor --disk` measures them."""
+    disk_mb_per_s: float | None = None
+    """MB/s that a server writes to its disk, and saves and restores, at most."""
+    replicas: int = 0
+    """Standby servers of each server: cluster.standbys, 0 to 2."""
+    checkpoint_every: str = "10m"
+    """Time between two full checkpoints, which must be enough to save one."""
+    measure: bool = False
+    """Measure rows, saving and the disk on this machine, for some seconds, with this optimizer and dim."""
+    folder: Path | None = None
+    """With --measure: the folder whose disk is measured; by default that of temporary files."""
+    json: bool = False
+    """Print one JSON object instead of text."""
 
 
 Sort = Literal["worst", "name", "examples", "steps", "lag", "staleness", "rows", "bytes", "restarts", "age"]
