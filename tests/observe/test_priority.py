@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from monolith.observe import Resting, waiting_for_yielded, yield_to_others
+from monolith.observe import Resting, yield_to_others
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
@@ -43,7 +43,7 @@ def test_nothing_rests_while_it_is_waited_for() -> None:
     work, rests = iter([0.0, 0.0, 1.0, 1.0]), []
     resting = Resting(0.5, clock=lambda: next(work), sleep=rests.append, rests=lambda: True)
     resting.advance()
-    with waiting_for_yielded():
+    with resting.awaited():
         resting.advance()
     assert rests == []
     resting.advance()

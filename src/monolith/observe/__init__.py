@@ -8,7 +8,6 @@ from monolith.observe.machine import (
     Resting,
     Sightings,
     memory_use,
-    waiting_for_yielded,
     yield_to_others,
 )
 from monolith.observe.metrics import Counter, Gauge, Histogram, Metrics, MetricsServer
@@ -35,6 +34,5 @@ __all__ = [
     "print_stack_trace",
     "progress",
     "say_repeats",
-    "waiting_for_yielded",
     "yield_to_others",
 ]

@@ -321,29 +321,12 @@ def has_yielded() -> bool:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) >= _LOW
 
 
-_waiting = [0]
-"""How many threads are in `waiting_for_yielded`."""
-_waiting_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def waiting_for_yielded() -> Iterator[None]:
-    """Let no thread rest while the block runs, since it waits for work of threads that yielded to others."""
-    with _waiting_lock:
-        _waiting[0] += 1
-    try:
-        yield
-    finally:
-        with _waiting_lock:
-            _waiting[0] -= 1
-
-
 class Resting:
     """A `Progress` that rests: a thread that has yielded to others gets no more than a share of a processor.
 
     A lower priority is not enough where threads of the training wait busily for each other: whatever one of
-    them loses, all of them lose. A thread for which training waits does not rest: it has not yielded, or the
-    wait is in `waiting_for_yielded`.
+    them loses, all of them lose. Work that training waits for does not rest: its thread has not yielded, or
+    the wait is in a block of `awaited`.
 
     Args:
         share: Of one processor, above 0 and up to 1, which never rests.
@@ -364,13 +347,26 @@ class Resting:
         self._sleep = sleep
         self._rests = rests
         self._threads = threading.local()
+        self._lock = concurrency.Lock()
+        self._waiting = 0  # blocks of `awaited` that run; written under the lock
 
     def advance(self, amount: float = 1) -> None:  # noqa: ARG002
         """Rest in proportion to the work since the last call of this thread."""
-        if self._rest == 0 or _waiting[0] or not self._rests():
+        if self._rest == 0 or self._waiting or not self._rests():
             return
         now = self._clock()
         worked = now - getattr(self._threads, "since", now)
         if worked > 0:
             self._sleep(worked * self._rest)
         self._threads.since = self._clock()
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Let no thread rest while the block runs, which waits for its work."""
+        with self._lock:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1

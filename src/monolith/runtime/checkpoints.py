@@ -105,7 +105,7 @@ class RunCheckpoints:
         self._checkpointer = Checkpointer(
             saver, [*session.parts(), *more], full_every=config.keep.full_every, clock=clock
         )
-        self._memory = SaveMemory()
+        self._memory = SaveMemory(writer=session.model.resting)
         self.save: SaveHook | None = None
         """The hook that saves, once there is one."""
         self.alert: AlertHook | None = None

@@ -167,7 +167,7 @@ class ReadMetrics:
         self._last: dict[str, tuple[FrozenTables, RowReads]] = {}
 
     def count(self, model: str, tables: FrozenTables) -> None:
-        """Count the reads since the last call; of tables that were not counted yet, since they were opened."""
+        """Count the reads since the last call; of tables that are new, since they were opened."""
         now = tables.reads
         if now is None:
             return

@@ -115,6 +115,8 @@ class Model:
         self.module.train(mode is Mode.TRAIN)
         self.restoring: Callable[[], AbstractContextManager[object]] = nullcontext
         """Made around every restore of rows of this process."""
+        self.resting: Resting | None = None
+        """What the threads that write rows rest by, if they write during training on all processors."""
         self._checked = False
 
     def parts(self, *, incremental: bool = False, background: bool = False) -> list[Part]:
@@ -154,13 +156,14 @@ class Model:
         tables, filters = self._tables()
         on_cpu = self._device is None or self._device.type == "cpu"
         busy = on_cpu and torch.get_num_threads() >= usable_cores()
+        self.resting = Resting(SHARE) if background and busy else None
         return TablesPart(
             tables,
             filters,
             shard=share,
             incremental=incremental,
             write_workers=1 if background else 4,
-            write_progress=Resting(SHARE) if background and busy else None,
+            write_progress=self.resting,
             restoring=self._while_restoring,
         )
 

@@ -627,7 +627,8 @@ def test_a_save_in_the_background_rests_until_the_end_waits_for_it(checkpoints):
 
     moment = type("Rests", (Moment,), {"write": write})
     checkpoints.snapshot = lambda step: moment(checkpoints, step)
-    hook = SaveHook(checkpoints, SaveConfig(steps=2, asynchronous=True))
+    memory = SaveMemory(writer=resting)
+    hook = SaveHook(checkpoints, SaveConfig(steps=2, asynchronous=True), memory=memory)
     seen = []
     train([hook], 3, on_step=lambda run: seen.append(run.step == 3 and rested.wait(SECONDS)))
     assert seen[-1]

@@ -37,7 +37,7 @@ from monolith.errors import (
     TransientFilesystemError,
 )
 from monolith.filesystem import FileReserve, is_out_of_files
-from monolith.observe import Metrics, waiting_for_yielded, yield_to_others
+from monolith.observe import Metrics, yield_to_others
 from monolith.observe.progress import describe_bytes
 from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.hooks.hours import DailyHours
@@ -361,7 +361,7 @@ class SaveHook(Hook):
             request.answer(TrainingError("the run ended before it could save as requested"))
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            with waiting_for_yielded():
+            with self._memory.waiting():
                 writing.thread.join(self.config.close_secs)
             if writing.thread.is_alive():
                 _log.error(
@@ -677,7 +677,7 @@ class SaveHook(Hook):
     def _wait_for_writing(self) -> None:
         """Wait for the save being written, if there is one, and keep its error."""
         if self._writing is not None:
-            with self._memory.waiting(), waiting_for_yielded():
+            with self._memory.waiting():
                 self._writing.thread.join()
             writing, self._writing = self._writing, None
             if writing.error is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from monolith import concurrency, filesystem
 from monolith.errors import ConfigError, FileMissingError
+from monolith.observe import Resting
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.hooks.hours import DailyHours
 
@@ -184,10 +185,17 @@ class AfterSaveListener(SaveListener):
 
 
 class SaveMemory:
-    """What is on disk or on its way there, and how long training waited for it. Thread-safe."""
+    """What is on disk or on its way there, and how long training waited for it. Thread-safe.
 
-    def __init__(self, timer: Callable[[], float] = concurrency.monotonic) -> None:
+    Args:
+        writer: What the threads that write rest by, if they do: not while training waits.
+    """
+
+    def __init__(
+        self, timer: Callable[[], float] = concurrency.monotonic, *, writer: Resting | None = None
+    ) -> None:
         self._timer = timer
+        self._writer = writer
         self._lock = concurrency.Lock()  # guards all below
         self._waited = 0.0
         self._since: float | None = None
@@ -228,7 +236,8 @@ class SaveMemory:
             if is_outer:
                 self._since = self._timer()
         try:
-            yield
+            with nullcontext() if self._writer is None else self._writer.awaited():
+                yield
         finally:
             if is_outer:
                 with self._lock:
