@@ -191,6 +191,19 @@ def test_a_missing_column_is_named() -> None:
         list(Pipeline(MemorySource({"user": [7], "time": [10]}, batch_size=1)).history(CONFIG))
 
 
+def test_data_without_labels_has_histories_and_none_of_its_events_enters_them() -> None:
+    labelled = [Event(7, 1, 10), Event(7, 2, 20, click=0.0)]
+    unlabelled = columns_of([Event(7, 3, 30), Event(7, 4, 40)])
+    del unlabelled["click"]
+    config = replace(CONFIG, only="click")
+    pipeline = Pipeline(MemorySource(unlabelled, batch_size=2)).history(config, earlier=source_of(labelled))
+    with pytest.raises(DataError, match="no column 'click'"):
+        list(pipeline)
+    pipeline = Pipeline(MemorySource(unlabelled, batch_size=2)).history(config, earlier=source_of(labelled))
+    pipeline.allow_missing_labels()
+    assert lists(pipeline) == [[(1, 10)], [(1, 10)]]
+
+
 def test_a_column_of_another_type_is_refused_and_read_again_once_it_is_mended() -> None:
     parts = [
         to_records({"user": [7], "item": [1], "time": [10]}),

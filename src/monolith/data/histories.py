@@ -523,6 +523,14 @@ class _Built(Stage[Records, Records]):
     def commit(self, position: Position) -> None:
         self._source.commit(position["source"])
 
+    def allow_missing_labels(self) -> None:
+        super().allow_missing_labels()
+        # What is to be predicted may not say which of its events enter: then none does.
+        config = self._config
+        self._seen = ColumnCheck(
+            f"history {config.name!r}", [one for one in config.inputs if one != config.only]
+        )
+
     def close(self) -> None:
         super().close()
         if self._earlier is not None:
