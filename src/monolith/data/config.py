@@ -392,7 +392,7 @@ class DataConfig(Checked):
             return []
         whole = next((one for one in (self.path, self.train, self.watch) if one is not None), None)
         before = [whole] if part == "evaluate" else [whole, self.evaluate]
-        # A queue hands out each file once, to train on it.
+        # A queue assigns each file once, to train on it.
         found = [replace(self._of(one), queue=None) for one in before if one is not None]
         return [one for one in found if self.watch is None or matching_files(one.patterns())]
 
