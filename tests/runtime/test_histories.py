@@ -140,7 +140,8 @@ def test_files_of_their_own_have_the_histories_of_the_files_before_them(tmp_path
         replace(task.data, train=None, watch=f"{tmp_path}/tra*.csv", stop_after=timedelta(0)),
         replace(task.data, queue=str(tmp_path / "queue")),
     ):
-        assert histories_of(replace(task, data=data), Mode.EVALUATE) == wanted[200:240]
+        for _ in range(2):
+            assert histories_of(replace(task, data=data), Mode.EVALUATE) == wanted[200:240]
 
 
 def test_without_the_files_before_them_histories_begin_empty_or_the_run_says_what_is_missing(

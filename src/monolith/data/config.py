@@ -367,7 +367,8 @@ class DataConfig(Checked):
         if part == "train" and self.live:
             return replace(self, evaluate=None, predict=None, split=None), self.split, part
         if part == "train" or (self.split is not None and self.split.has(part)):
-            return self._of(whole), self.split, part
+            files = self._of(whole)
+            return (replace(files, queue=self.queue) if part == "train" else files), self.split, part
         if part == "predict":
             return self.part("evaluate")
         raise ConfigError(
@@ -392,8 +393,7 @@ class DataConfig(Checked):
             return []
         whole = next((one for one in (self.path, self.train, self.watch) if one is not None), None)
         before = [whole] if part == "evaluate" else [whole, self.evaluate]
-        # A queue assigns each file once, to train on it.
-        found = [replace(self._of(one), queue=None) for one in before if one is not None]
+        found = [self._of(one) for one in before if one is not None]
         return [one for one in found if self.watch is None or matching_files(one.patterns())]
 
     def protocol(self, part: Part) -> str:
@@ -406,6 +406,7 @@ class DataConfig(Checked):
         return f"all records of {files.path}" if split is None else split.protocol(chosen)
 
     def _of(self, path: str | None) -> DataConfig:
+        # Without the queue, which assigns each file once, to train on it: what is evaluated on is read again.
         return replace(
             self,
             path=path,
@@ -416,6 +417,7 @@ class DataConfig(Checked):
             evaluate=None,
             predict=None,
             split=None,
+            queue=None,
         )
 
     def pipeline(
