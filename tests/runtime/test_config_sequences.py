@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 from monolith import Predictor
 from monolith.cli.main import main
-from monolith.serve import Client
+from monolith.errors import StaleAnswerError
+from monolith.serve import Client, ClientOptions
 from monolith.serve.server import InferenceServer, ServeConfig, ServedFolder
 from monolith.serve.server.catalog import ServableCatalog
 
@@ -131,10 +132,16 @@ def test_a_server_finds_the_next_item_of_a_history(project: Path) -> None:
         InferenceServer(config, folders, ServableCatalog({"threads": 1})) as server,
         Client(str(server.http_url)) as client,
     ):
-        answer = client.topk("steps", request_of([1, 4, 7], [2, 5], [0]), 1)
-        assert [one for (one,) in answer.items] == [10, 8, 3]
-        scores = client.predict("steps", request_of([1, 4, 7], [1, 4, 7], item=[10, 9])).outputs["prediction"]
-        assert scores[0] > scores[1]
+        asked = request_of([1, 4, 7], [2, 5], [0])
+        for options in (None, ClientOptions(max_staleness=timedelta(days=1))):
+            answer = client.topk("steps", asked, 1, options=options)
+            assert [one for (one,) in answer.items] == [10, 8, 3]
+        with pytest.raises(StaleAnswerError) as stale:
+            client.topk("steps", asked, 1, options=ClientOptions(max_staleness=timedelta(0)))
+        assert [one for (one,) in stale.value.answer.items] == [10, 8, 3]
+        for histories in ([[1, 4, 7], [1, 4, 7]], [[1, 4, 7]]):  # one for all items, too
+            scores = client.predict("steps", request_of(*histories, item=[10, 9])).outputs["prediction"]
+            assert scores[0] > scores[1]
 
 
 def test_a_file_trains_a_ranker_of_histories(tmp_path: Path, capsys: Any) -> None:
