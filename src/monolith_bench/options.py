@@ -479,6 +479,9 @@ class ExperimentQualityOptions:
     sweep: bool = False
     """Compare changes of the defaults with them. Only the valid part is used, so the results may guide a
     choice."""
+    changes: tuple[str, ...] = ()
+    """The changes that --sweep compares, by the words that their names begin with, such as `decay`; empty
+    means all."""
     recipes: bool = False
     """Also measure a DeepFM with the settings that are best on MovieLens 100k, by protocol."""
     prefetch: bool = False

@@ -64,8 +64,10 @@ def changes() -> dict[str, Recipe]:
         DEFAULTS: Recipe(),
         **{f"rates of rows {rate}": Recipe.of_rows(Adagrad(learning_rate=rate)) for rate in (0.02, 0.1)},
         "first accumulator 1": Recipe.of_rows(Adagrad(initial_accumulator_value=1.0)),
-        "decay of vectors 0.3": Recipe(settings={"optimizer": Adagrad(weight_decay=0.3)}),
-        "decay of vectors 1": Recipe(settings={"optimizer": Adagrad(weight_decay=1.0)}),
+        **{
+            f"decay of vectors {decay:g}": Recipe(settings={"optimizer": Adagrad(weight_decay=decay)})
+            for decay in (0.1, 0.3, 1.0)
+        },
         **{
             f"first values within {width}": Recipe().but(initializer=RandomUniform(low=-width, high=width))
             for width in (0.01, 0.2)
@@ -187,7 +189,8 @@ class QualityPlan:
     data: Mapping[str, Examples]
     protocols: tuple[Protocol, ...]
     seeds: int
-    sweep: bool
+    sweep: Mapping[str, Recipe]
+    """The defaults and the changes to compare with them; empty if there is no sweep."""
     recipes: bool
     prefetch: bool
 
@@ -197,6 +200,16 @@ class QualityPlan:
             raise ConfigError(f"experiment quality: --seeds must be at least 1, got {options.seeds}")
         if sum([options.sweep, options.recipes, options.prefetch]) > 1:
             raise ConfigError("experiment quality: choose one of --sweep, --recipes and --prefetch")
+        if options.changes and not options.sweep:
+            raise ConfigError("experiment quality: --changes are compared by --sweep")
+        chosen = {DEFAULTS: Recipe()}
+        for named in options.changes or ("",):
+            found = {said: one for said, one in changes().items() if said.startswith(named)}
+            if not found:
+                raise ConfigError(
+                    f"experiment quality: no change begins with {named!r}; there are {', '.join(changes())}"
+                )
+            chosen |= found
         if options.quick:
             data = {"clicks": click_examples(3_000)}
         else:
@@ -206,7 +219,7 @@ class QualityPlan:
             data=data,
             protocols=tuple(options.protocols),
             seeds=min(options.seeds, 2) if options.quick else options.seeds,
-            sweep=options.sweep,
+            sweep=chosen if options.sweep else {},
             recipes=options.recipes,
             prefetch=options.prefetch,
         )
@@ -219,7 +232,7 @@ class QualityPlan:
     def settings(self, model: str, protocol: Protocol) -> dict[str, Recipe]:
         """Return what a model is trained with."""
         if self.sweep:
-            return changes()
+            return dict(self.sweep)
         recipe = {"recipe": RECIPES[protocol]} if self.recipes and model == "deepfm" else {}
         return {DEFAULTS: Recipe(), **recipe}
 

@@ -91,6 +91,16 @@ def test_a_sweep_shows_nothing_of_the_test(
     assert all("valid" in one and "test" not in one for one in results)
 
 
+def test_a_sweep_may_compare_some_changes_alone(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*on_movielens(folder), "--protocols", "stream", "--sweep", "--changes", "decay of vectors 0"]
+    results = report(capsys, *words)
+    assert [one["settings"] for one in results] == [
+        "defaults",
+        "decay of vectors 0.1",
+        "decay of vectors 0.3",
+    ]
+
+
 def test_every_change_differs_from_the_defaults_and_from_the_others() -> None:
     found = list(quality.changes().values())
     assert found[0] == Recipe()
@@ -114,7 +124,15 @@ def test_prefetch_with_fresh_rows_is_compared_with_none_and_with_rows_looked_up_
     assert all(one["examples_per_s"] > 0 for one in (fresh, none, ahead))
 
 
-@pytest.mark.parametrize("words", [["--seeds", "0"], ["--sweep", "--prefetch"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--seeds", "0"],
+        ["--sweep", "--prefetch"],
+        ["--quick", "--changes", "decay"],
+        ["--quick", "--sweep", "--changes", "deacy"],
+    ],
+)
 def test_options_that_make_no_sense_are_refused(words: list[str]) -> None:
     assert main(["experiment", "quality", *words]) == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from monolith.config import config_from_mapping
 from monolith.data import DataConfig, DataServiceConfig, DataSplit, Pipeline
-from monolith.data.config import FormatName
+from monolith.data.config import FormatName, Part
 from monolith.data.formats import FORMATS, FramedFormat, Framing
 from monolith.data.kafka.config import TopicsConfig
 from monolith.data.kafka.messages import CsvMessages
@@ -78,6 +79,23 @@ def test_a_queue_deals_the_files_out_while_they_are_read(tmp_path: Path) -> None
     one, other = (iter(config.source(batch_size=1)) for _ in range(2))
     taken = [next(source)["n"].to_list()[0][0] for source in (one, other, one, other)]
     assert sorted(taken) == [0, 1, 2, 3]
+
+
+def test_what_is_evaluated_on_is_not_taken_from_the_queue(tmp_path: Path) -> None:
+    for number in range(20):
+        write(tmp_path / "data" / f"{number}.jsonl", number)
+    write(tmp_path / "held.jsonl", 50)
+    whole = DataConfig(path=f"{tmp_path}/data/*.jsonl", queue=f"{tmp_path}/queue")
+    split = replace(whole, split=DataSplit(predict=0.5))
+    for config in (replace(whole, evaluate=f"{tmp_path}/held.jsonl"), split):
+        part: Part = "predict" if config is split else "evaluate"
+        found = [numbers_of(config.pipeline(part, 4)) for _ in range(2)]
+        assert found[0] == found[1] != []
+    assert len(numbers_of(whole.pipeline("train", 4))) == 20
+
+
+def numbers_of(records: Pipeline) -> list[int]:
+    return [number for batch in records for number in batch["n"].flat_values.tolist()]
 
 
 @pytest.mark.parametrize(

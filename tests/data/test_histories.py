@@ -191,6 +191,19 @@ def test_a_missing_column_is_named() -> None:
         list(Pipeline(MemorySource({"user": [7], "time": [10]}, batch_size=1)).history(CONFIG))
 
 
+def test_data_without_labels_has_histories_and_none_of_its_events_enters_them() -> None:
+    labelled = [Event(7, 1, 10), Event(7, 2, 20, click=0.0)]
+    unlabelled = columns_of([Event(7, 3, 30), Event(7, 4, 40)])
+    del unlabelled["click"]
+    config = replace(CONFIG, only="click")
+    pipeline = Pipeline(MemorySource(unlabelled, batch_size=2)).history(config, earlier=source_of(labelled))
+    with pytest.raises(DataError, match="no column 'click'"):
+        list(pipeline)
+    pipeline = Pipeline(MemorySource(unlabelled, batch_size=2)).history(config, earlier=source_of(labelled))
+    pipeline.allow_missing_labels()
+    assert lists(pipeline) == [[(1, 10)], [(1, 10)]]
+
+
 def test_a_column_of_another_type_is_refused_and_read_again_once_it_is_mended() -> None:
     parts = [
         to_records({"user": [7], "item": [1], "time": [10]}),
@@ -392,6 +405,75 @@ def test_workers_of_partitions_by_user_may_change_in_number() -> None:
         assert lists(one) == [[(1, 10)], [(1, 10)], [(2, 20)], [(2, 20)]]
     with pytest.raises(RestoreError, match="two workers have events of the same 'user'"):
         new[0].redistribute([old[0].position(), old[0].position()], 1)
+
+
+# Earlier data
+
+
+def held_out(earlier: Sequence[Event], events: Sequence[Event], config: HistoryConfig = CONFIG) -> Pipeline:
+    return Pipeline(source_of(events)).history(config, earlier=source_of(earlier, 3))
+
+
+@given(earlier=ANY_EVENTS, events=ANY_EVENTS, max_users=st.integers(1, 4), only=st.booleans())
+def test_histories_begin_with_the_events_of_earlier_data(
+    earlier: list[Event], events: list[Event], max_users: int, only: bool
+) -> None:
+    config = replace(CONFIG, max_users=max_users, only="click" if only else None)
+    later = [replace(one, time=one.time + 10) for one in events]
+    if len({type(one.user) for one in [*earlier, *later]} - {type(None)}) > 1:
+        return  # numbers and texts, which are refused
+    if len({type(one.item) for one in [*earlier, *later]} - {type(None)}) > 1:
+        return
+    assert lists(held_out(earlier, later, config)) == expected([*earlier, *later], config)[len(earlier) :]
+
+
+def test_no_record_has_earlier_events_of_its_own_second_or_after_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    events = [Event(7, 1, 10), Event(7, 2, 20), Event(7, 3, 30)]
+    found = lists(held_out(events, [Event(7, 2, 20), Event(7, 4, 30), Event(7, 5, 31)]))
+    assert found == [[(1, 10)], [(2, 20), (2, 20)], [(2, 20), (4, 30), (3, 30)]]
+    assert "1 records so far are before the last of the events that it begins with" in caplog.text
+
+
+def test_a_restart_does_not_read_earlier_data_again() -> None:
+    events = [Event(user % 2, user, 10 + user) for user in range(6)]
+    earlier = [Event(0, 9, 1), Event(1, 8, 2)]
+    whole = lists(held_out(earlier, events))
+    for batches in range(4):
+        first = held_out(earlier, events)
+        reading = iter(first)
+        found = [next(reading) for _ in range(batches)]
+        second = held_out([] if batches else earlier, events)
+        second.restore(json.loads(json.dumps(first.position())))
+        assert lists(found) + lists(second) == whole
+
+
+def test_earlier_data_that_failed_is_read_again_from_its_beginning() -> None:
+    good = [to_records(columns_of([event])) for event in (Event(7, 1, 10), Event(7, 2, 20))]
+
+    class FailsOnce:
+        failed = False
+
+        def __iter__(self) -> Iterator[Records]:
+            yield good[0]
+            if not self.failed:
+                self.failed = True
+                raise DataError("not this time")
+            yield good[1]
+
+    pipeline = Pipeline(source_of([Event(7, 3, 30)])).history(CONFIG, earlier=FailsOnce())
+    with pytest.raises(DataError, match="not this time"):
+        next(iter(pipeline))
+    assert lists(pipeline) == [[(1, 10), (2, 20)]]
+
+
+def test_data_that_is_read_several_times_has_no_earlier_data() -> None:
+    with pytest.raises(ConfigError, match="in 2 epochs begins without histories"):
+        held_out([], []).read_epochs(Epochs(count=2))
+    twice = MemorySource(columns_of([Event(7, 1, 10)]), batch_size=1, epochs=2)
+    with pytest.raises(ConfigError, match="reads its data several times"):
+        Pipeline(source_of([])).history(CONFIG, earlier=twice)
 
 
 # By a feature spec

@@ -124,6 +124,14 @@ def test_a_file_trains_evaluates_and_embeds_without_python(
         f"all records of {tmp_path}/held.csv; full ranking over all candidates but those in 'seen' of each "
         "example; ties count as the mean over all orders"
     )
+    assert report["evaluation"]["protocol"] == answer["protocol"]
+    follow = ["evaluate", "--config", config, "--quiet", "--follow"]
+    assert main([*follow, "--timeout", "1s"]) == 0
+    first, *each = capsys.readouterr().out.splitlines()
+    assert first == f"protocol: {answer['protocol']}"
+    assert each[-1].startswith("step 50: recall@5 ")
+    lines = (tmp_path / "run" / "eval" / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["protocol"] for line in lines} == {answer["protocol"]}
     found = answer["metrics"]
     assert set(found) == {"recall@5", "ndcg@5", "hit_rate@5", "mrr@5", "mrr", "loss"}
     assert found["recall@5"] > 0.7  # by chance 0.1

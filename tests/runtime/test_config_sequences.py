@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 from monolith import Predictor
 from monolith.cli.main import main
-from monolith.serve import Client
+from monolith.errors import StaleAnswerError
+from monolith.serve import Client, ClientOptions
 from monolith.serve.server import InferenceServer, ServeConfig, ServedFolder
 from monolith.serve.server.catalog import ServableCatalog
 
@@ -131,10 +132,16 @@ def test_a_server_finds_the_next_item_of_a_history(project: Path) -> None:
         InferenceServer(config, folders, ServableCatalog({"threads": 1})) as server,
         Client(str(server.http_url)) as client,
     ):
-        answer = client.topk("steps", request_of([1, 4, 7], [2, 5], [0]), 1)
-        assert [one for (one,) in answer.items] == [10, 8, 3]
-        scores = client.predict("steps", request_of([1, 4, 7], [1, 4, 7], item=[10, 9])).outputs["prediction"]
-        assert scores[0] > scores[1]
+        asked = request_of([1, 4, 7], [2, 5], [0])
+        for options in (None, ClientOptions(max_staleness=timedelta(days=1))):
+            answer = client.topk("steps", asked, 1, options=options)
+            assert [one for (one,) in answer.items] == [10, 8, 3]
+        with pytest.raises(StaleAnswerError) as stale:
+            client.topk("steps", asked, 1, options=ClientOptions(max_staleness=timedelta(0)))
+        assert [one for (one,) in stale.value.answer.items] == [10, 8, 3]
+        for histories in ([[1, 4, 7], [1, 4, 7]], [[1, 4, 7]]):  # one for all items, too
+            scores = client.predict("steps", request_of(*histories, item=[10, 9])).outputs["prediction"]
+            assert scores[0] > scores[1]
 
 
 def test_a_file_trains_a_ranker_of_histories(tmp_path: Path, capsys: Any) -> None:
@@ -146,3 +153,44 @@ def test_a_file_trains_a_ranker_of_histories(tmp_path: Path, capsys: Any) -> Non
     with Predictor(str(tmp_path / "run" / "exported_models")) as predictor:
         found = predictor.predict(request_of([9, 0, 3], [9, 6], [], item=[6, 9, 1])).outputs["click"]
         assert found[0] > 0.5 > found[1]
+
+
+@pytest.mark.parametrize("model", ["hstu", "gru4rec"])
+def test_events_that_arrive_train_a_model_of_the_histories_before_them(
+    tmp_path: Path, capsys: Any, model: str
+) -> None:
+    rng = random.Random(7)
+    last, lines = dict.fromkeys(range(20), 0), []
+    for number in range(1600):
+        user = rng.randrange(20)
+        last[user] = (last[user] + 3) % ITEMS if rng.random() < 0.95 else rng.randrange(ITEMS)
+        time = 1_700_000_000 + 60 * number
+        lines.append(f"user {user},item {last[user]},{rng.choice(['view', 'click'])},{time}")
+    for name, part in (("events-1", lines[:800]), ("events-2", lines[800:1500]), ("held", lines[1500:])):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["user,item,action,time", *part]) + "\n")
+    (tmp_path / "items.csv").write_text("item\n" + "".join(f"item {n}\n" for n in range(ITEMS)))
+    config = tmp_path / "online.toml"
+    text = CONFIG.format(
+        folder=tmp_path,
+        model=model,
+        labels="",
+        candidates=f'[candidates]\npath = "{tmp_path}/items.csv"\nks = [1]',
+    )
+    for old, new in (
+        (f'train = "{tmp_path}/train.jsonl"', f'watch = "{tmp_path}/events-*.csv"\nstop_after = "0s"'),
+        ("held.jsonl", "held.csv"),
+        ('"int" }', '"string" }\nuser = { kind = "string" }'),
+        ('"time"] }', '"time"], by = "user" }'),
+        ("epochs = 20\n", ""),
+        ("batch_size = 64", "batch_size = 20"),
+        ("[export]\nwhen_saving = true\n", ""),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    config.write_text(text)
+    assert main(["train", "--config", str(config), "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["examples"] == 1500
+    assert main(["evaluate", "--config", str(config), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metrics"]["hit_rate@1"] > 0.6  # by chance 0.08
+    assert f"histories beginning with the events of {tmp_path}/events-*.csv;" in found["protocol"]

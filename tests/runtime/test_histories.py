@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 from runtime.config_files import write_clicks
 
 from monolith.cli.main import main
-from monolith.data import Shard
-from monolith.errors import ConfigError
+from monolith.data import DataConfig, Shard
+from monolith.data.kafka.config import TopicsConfig
+from monolith.errors import ConfigError, DataError
 from monolith.runtime import Trainer
 from monolith.runtime.config import CONFIG_TASK
 from monolith.runtime.config_loading import read_run
@@ -103,6 +106,62 @@ def test_what_is_evaluated_on_has_the_histories_of_the_training_data(tmp_path: P
     evaluated = [batch.ids["history"].to_list() for batch in task.dataset(Mode.EVALUATE)]
     assert len([row for rows in evaluated for row in rows]) == 60
     assert sum(map(bool, evaluated[0])) > 10  # most of its 20 users, of which 15 are kept, clicked before
+
+
+def in_files(folder: Path) -> ConfigTask:
+    """The task with the records of each part in a file of its own."""
+    task = task_of(folder)
+    header, *rows = (folder / "clicks.csv").read_text().splitlines()
+    for name, part in (("train", rows[:200]), ("held", rows[200:240]), ("test", rows[240:])):
+        (folder / f"{name}.csv").write_text("\n".join([header, *part]) + "\n")
+    files = {
+        "train": f"{folder}/train.csv",
+        "evaluate": f"{folder}/held.csv",
+        "predict": f"{folder}/test.csv",
+    }
+    return replace(task, data=replace(task.data, path=None, split=None, **files))
+
+
+def histories_of(task: ConfigTask, mode: Mode) -> list[Any]:
+    names = ("history", "history.genre", "history.time")
+    batches = list(task.dataset(mode))
+    lists = ([row for batch in batches for row in batch.ids[name].to_list()] for name in names)
+    return list(zip(*lists, strict=True))
+
+
+def test_files_of_their_own_have_the_histories_of_the_files_before_them(tmp_path: Path) -> None:
+    task = in_files(tmp_path)
+    whole = replace(task, data=DataConfig(path=f"{tmp_path}/clicks.csv", history_users=15))
+    wanted = histories_of(whole, Mode.TRAIN)
+    assert histories_of(task, Mode.TRAIN) == wanted[:200]
+    assert histories_of(task, Mode.EVALUATE) == wanted[200:240]
+    assert histories_of(task, Mode.PREDICT) == wanted[240:]
+    for data in (
+        replace(task.data, train=None, watch=f"{tmp_path}/tra*.csv", stop_after=timedelta(0)),
+        replace(task.data, queue=str(tmp_path / "queue")),
+    ):
+        for _ in range(2):
+            assert histories_of(replace(task, data=data), Mode.EVALUATE) == wanted[200:240]
+
+
+def test_without_the_files_before_them_histories_begin_empty_or_the_run_says_what_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = in_files(tmp_path)
+    alone = replace(task, data=DataConfig(path=f"{tmp_path}/held.csv", history_users=15))
+    wanted = histories_of(alone, Mode.TRAIN)
+    topics = TopicsConfig(servers=("nowhere:9092",), topics=("clicks",), group="g")
+    for data in (
+        replace(task.data, train=None),
+        replace(task.data, train=None, watch=f"{tmp_path}/none-yet-*.csv"),
+        replace(task.data, train=None, kafka=topics),
+    ):
+        caplog.clear()
+        assert histories_of(replace(task, data=data), Mode.EVALUATE) == wanted
+        assert ("topics cannot be read again" in caplog.text) == (data.kafka is not None)
+    gone = replace(task, data=replace(task.data, train=f"{tmp_path}/gone.csv"))
+    with pytest.raises(DataError, match=r"trained on, which is not there: no file .* or to none to begin"):
+        histories_of(gone, Mode.EVALUATE)
 
 
 def test_a_config_file_trains_and_evaluates_with_histories(

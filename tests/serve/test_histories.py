@@ -393,6 +393,12 @@ def test_each_transport_answers_with_the_history_encoded_once_and_then_from_the_
         for _ in range(2):
             found = clicks_of(as_json(server, tensors(predictor, asked)))
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+            nested = [
+                {**one, "shape": [1], "data": asked[one["name"]]} if one["name"] in LISTS else one
+                for one in tensors(predictor, asked)
+                if not one["name"].endswith(SPLITS)
+            ]
+            torch.testing.assert_close(clicks_of(as_json(server, nested)), wanted, rtol=1e-5, atol=1e-6)
             for url in (server.http_url, f"grpc://{server.grpc_address}"):
                 assert url is not None
                 with Client(url, options=options) as client:
@@ -401,7 +407,7 @@ def test_each_transport_answers_with_the_history_encoded_once_and_then_from_the_
                 torch.testing.assert_close(
                     torch.from_numpy(answer.outputs["click"].copy()), wanted, rtol=1e-5, atol=1e-6
                 )
-        assert counts(metrics) == {"hit": 5, "miss": 1}
+        assert counts(metrics) == {"hit": 7, "miss": 1}
         with Client(str(server.http_url), options=ClientOptions(max_staleness=timedelta(0))) as client:
             with pytest.raises(StaleAnswerError) as stale:
                 client.predict("ranked", asked)

@@ -182,6 +182,18 @@ def test_a_history_comes_as_nested_lists_or_as_values_with_row_splits():
     assert same(batch, reader.batch({**flat, **{f"{name}.row_splits": splits for name in flat}}))
 
 
+def test_a_history_without_the_time_at_which_it_is_asked_for_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader = RequestReader(HISTORY.only(["history"]))
+    asked = {"history": [["a"]], "history.action": [[1]], "history.time": [[5]]}
+    reader.batch({**asked, "time": [9]})
+    assert not caplog.text
+    for _ in range(2):
+        reader.batch(asked)
+    assert caplog.text.count("requests lack the event time 'time'") == 1
+
+
 def test_lists_of_a_history_that_differ_in_length_are_refused_by_name():
     reader = RequestReader(HISTORY.only(["history"]))
     columns = {"history": [["a"], ["b"]], "history.action": [[1], []], "history.time": [[5], [6]]}

@@ -283,6 +283,8 @@ def follow(
     log = EvaluationLog(config.model_dir)
     follower = Follower(config.model_dir, settings, wait=stop.wait, clock=time.monotonic, taken=log.taken())
     trainer, done = Trainer(task, config), 0
+    if (protocol := task.protocol(Mode.EVALUATE)) is not None and not options.json:
+        sys.stdout.write(f"protocol: {protocol}\n")
     with StopSignals(lambda _: stop.set(), say, doing="this batch", again=AGAIN) as signals:
         for found in follower:
             try:
@@ -343,6 +345,7 @@ def evaluated(
         seconds=time.monotonic() - began,
         checkpoint=found.name,
         saved_at=found.saved_at,
+        protocol=trainer.task.protocol(Mode.EVALUATE),
     )
 
 

@@ -14,14 +14,16 @@ Reading one needs no torch; making a source does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from monolith.config import Checked, Problem
 from monolith.data.kafka.config import TopicsConfig
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +33,12 @@ if TYPE_CHECKING:
     from monolith.data.histories import HistoryConfig
     from monolith.data.kafka import KafkaSource
     from monolith.data.pipeline import Pipeline
+    from monolith.data.records import Records
     from monolith.data.service import DataServiceSource
     from monolith.data.service.messages import PortGuard
+    from monolith.data.source import Stream
+
+_log = logging.getLogger(__name__)
 
 FormatName = Literal[
     "tf_example",
@@ -361,13 +367,34 @@ class DataConfig(Checked):
         if part == "train" and self.live:
             return replace(self, evaluate=None, predict=None, split=None), self.split, part
         if part == "train" or (self.split is not None and self.split.has(part)):
-            return self._of(whole), self.split, part
+            files = self._of(whole)
+            return (replace(files, queue=self.queue) if part == "train" else files), self.split, part
         if part == "predict":
             return self.part("evaluate")
         raise ConfigError(
             "data: nothing says what to evaluate on; set data.evaluate to files of their own, or "
             "withhold some records, as in `split = { evaluate = 0.1 }`"
         )
+
+    def earlier(self, part: Part) -> list[DataConfig]:
+        """Return the files with the events before those of a part that has files of its own, in order.
+
+        They are what is trained on, and before predictions what is evaluated on, too. Of data that is watched
+        they are the files that are there.
+
+        Topics cannot be read again, so nothing of them is returned.
+        """
+        from monolith.data.files.discovery import matching_files
+
+        if getattr(self, part, None) is None:
+            withheld = part != "predict" or (self.split is not None and self.split.has(part))
+            return [] if withheld else self.earlier("evaluate")
+        if part == "train":
+            return []
+        whole = next((one for one in (self.path, self.train, self.watch) if one is not None), None)
+        before = [whole] if part == "evaluate" else [whole, self.evaluate]
+        found = [self._of(one) for one in before if one is not None]
+        return [one for one in found if self.watch is None or matching_files(one.patterns())]
 
     def protocol(self, part: Part) -> str:
         """Return which records are for a purpose, in words that are printed with results.
@@ -379,6 +406,7 @@ class DataConfig(Checked):
         return f"all records of {files.path}" if split is None else split.protocol(chosen)
 
     def _of(self, path: str | None) -> DataConfig:
+        # Without the queue, which assigns each file once, to train on it: what is evaluated on is read again.
         return replace(
             self,
             path=path,
@@ -389,6 +417,7 @@ class DataConfig(Checked):
             evaluate=None,
             predict=None,
             split=None,
+            queue=None,
         )
 
     def pipeline(
@@ -404,7 +433,8 @@ class DataConfig(Checked):
 
         Args:
             histories: The histories to build; see `HistoryConfig.from_spec`. They see all records, also those
-                of other purposes that a split takes out of the same files.
+                of other purposes that a split takes out of the same files, and begin with the events of
+                `earlier` files.
             types: The columns to read and their types, as `FeatureSpec.source_columns`, for formats that
                 would have to guess. What is to be predicted is read with all its columns, to be passed on.
             options: As `FileSource` takes them.
@@ -421,8 +451,22 @@ class DataConfig(Checked):
             if part != "predict" and not files.columns:
                 files = replace(files, columns=tuple(types))
         read = Pipeline(files.source(batch_size, types=types, **options))
+        before = self.earlier(part) if histories else []
+        if histories and self.kafka is not None and part != "train":
+            _log.warning(
+                "data: topics cannot be read again, so histories of %s begin without the events that were "
+                "trained on",
+                files.path,
+            )
         for one in histories:
-            read = read.history(one)
+            known = None if types is None else {name: types[name] for name in one.inputs if name in types}
+            sources = [
+                partial(
+                    replace(each, columns=each.columns or tuple(known or ())).source, batch_size, types=known
+                )
+                for each in before
+            ]
+            read = read.history(one, earlier=_Events(one.name, sources) if sources else None)
         if split is None:
             return read
         several = tuple(types) if types is not None else None
@@ -597,6 +641,28 @@ class DataServiceConfig(Checked):
         return DataServiceSource(
             self.dispatcher, trainer, guard=guard, prefetch=self.prefetch, patience=self.patience
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    """The records of several sources, one after the other, each time from the beginning."""
+
+    history: str
+    sources: Sequence[Callable[[], Stream[Records]]]
+
+    def __iter__(self) -> Iterator[Records]:
+        from monolith.data.source import closed_after
+
+        for make in self.sources:
+            try:
+                source = make()
+            except DataError as cause:
+                raise DataError(
+                    f"history {self.history!r} begins with the events of the data that was trained on, which "
+                    f"is not there: {cause}. Set data.train to it, or to none to begin without them."
+                ) from cause
+            with closed_after(source) as batches:
+                yield from batches
 
 
 def _day_after(day: str) -> str:

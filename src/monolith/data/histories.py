@@ -12,6 +12,10 @@ record gets the values of the earlier events of its user, oldest first, and then
 Only events that were read before a record, and whose time is not after its own, are in its history. So a
 model never sees the future, neither in a replay nor in data that is out of order.
 
+Data to evaluate on may be in files of its own. Its users did something before, in the data that was trained
+on: this earlier data is then read first, for its events alone. One of them counts if it was before a record,
+and not at the same second: then it could be the record itself, in files that overlap.
+
 The state is bounded and lives in the core (`native.Histories`). It is part of the position, which a trainer
 asks for after every batch. So a position does not copy it: it has a dump of some moment and the events since
 then, as texts that all positions share. Texts of 16 batches become one, of 16 of these one again; a new dump
@@ -25,7 +29,7 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +48,7 @@ from monolith.data.records import (
 )
 from monolith.data.row_gathering import RowBlock
 from monolith.data.shuffling import Epochs
-from monolith.data.source import Position, Shard, Stage, Stream, WorkQueueSource, closed_after
+from monolith.data.source import Position, Shard, Stage, Stream, WorkQueueSource, as_stream, closed_after
 from monolith.errors import ConfigError, CorruptFileError, DataError, RestoreError
 from monolith.feature import FeatureSpec
 from monolith.feature.spec import HistoryFeature
@@ -180,10 +184,15 @@ class HistoryStage(Stage[Records, Records]):
     If the run reads the data several times, each epoch begins without histories: those of the epoch before
     contain the future. The source then keeps its order, which histories need, and records are shuffled here,
     after they have their histories.
+
+    Args:
+        earlier: Data whose events histories begin with; it yields no record.
     """
 
-    def __init__(self, source: Stream[Records], config: HistoryConfig) -> None:
-        super().__init__(_Built(source, config))
+    def __init__(
+        self, source: Stream[Records], config: HistoryConfig, *, earlier: Iterable[Records] | None = None
+    ) -> None:
+        super().__init__(_Built(source, config, None if earlier is None else as_stream(earlier)))
 
     def __iter__(self) -> Iterator[Records]:
         return iter(self._source)
@@ -269,15 +278,22 @@ class _State:
 class _Built(Stage[Records, Records]):
     """The stage itself: records with their histories, in the order of the source."""
 
-    def __init__(self, source: Stream[Records], config: HistoryConfig) -> None:
+    def __init__(
+        self, source: Stream[Records], config: HistoryConfig, earlier: Stream[Records] | None
+    ) -> None:
         super().__init__(source)
-        if source.reads_again:
+        if source.reads_again or (earlier is not None and earlier.reads_again):
             raise ConfigError(
                 f"history {config.name!r}: the source reads its data several times, and a record would find "
                 "itself in its history; make the source with epochs=1, and set train.epochs, with which each "
                 "epoch begins without histories"
             )
         self._config = config
+        self._earlier = earlier
+        self._earlier_start: Position | None = None  # where it is read from
+        self._begun = earlier is None  # with its events
+        self._newest = -1  # second of an event of that data
+        self._too_early, self._said_too_early = 0, Doublings()
         self._values = (config.by, *config.columns.values())
         self._dtypes: dict[str, torch.dtype] = {}  # of columns that had values so far
         self._state: _State | None = None  # None until every column had a value: nothing could enter
@@ -294,6 +310,9 @@ class _Built(Stage[Records, Records]):
             self._source.restore(self._here)
         while True:
             self._here = self.position()["source"]
+            if self._earlier is not None and not self._begun:
+                self._read_earlier(self._earlier)
+                self._begun = True
             with closed_after(self._source) as batches:
                 for records in batches:
                     # A batch that is refused has changed nothing; reading again begins with it.
@@ -310,6 +329,34 @@ class _Built(Stage[Records, Records]):
 
     # Building
 
+    def _read_earlier(self, earlier: Stream[Records]) -> None:
+        seen = ColumnCheck(f"history {self._config.name!r}, earlier data", self._config.inputs)
+        if self._earlier_start is None:
+            self._earlier_start = earlier.position()
+        else:  # again, after a failure
+            earlier.restore(self._earlier_start)
+            self._state = None
+        with closed_after(earlier) as batches:
+            for records in batches:
+                seen.look(records)
+                columns = self._columns(records)
+                seconds, roles = self._roles(records)
+                roles &= _ENTERS
+                self._newest = max(self._newest, int(seconds.max(initial=-1, where=roles > 0)))
+                if self._state is not None:
+                    # As if one second later: of records of the same second, none has it.
+                    _, left_out = self._state.build(columns, seconds + 1, roles)
+                    self._warn(left_out)
+        if self._state is not None:
+            self._state.rebase()
+            events = self._state.events
+            _log.info(
+                "history %r begins with %d earlier events of %d users",
+                self._config.name,
+                events.events,
+                events.users,
+            )
+
     def _add(self, records: Records) -> Records:
         config = self._config
         if clash := [name for name in config.columns if name in records.columns]:
@@ -318,15 +365,22 @@ class _Built(Stage[Records, Records]):
                 "for the history, or leave `by` out to read that column"
             )
         self._seen.look(records)
-        columns = [self._column(records, name) for name in self._values]
-        if self._state is None and self._dtypes.keys() == set(self._values):
-            self._state = _State(config, [one.dtype for one in columns])
+        columns = self._columns(records)
         if self._state is None:
             made = [empty_rows(one.dtype, len(records)) for one in columns[1:]]
         else:
-            made, left_out = self._state.build(columns, *self._roles(records))
+            seconds, roles = self._roles(records)
+            made, left_out = self._state.build(columns, seconds, roles)
             self._warn(left_out)
+            self._warn_of_times(seconds[roles > 0])
         return records.with_columns(dict(zip(config.columns, made, strict=True)))
+
+    def _columns(self, records: Records) -> list[RaggedTensor]:
+        """Return the user and the values of records; there is a state once each of them had a value."""
+        columns = [self._column(records, name) for name in self._values]
+        if self._state is None and self._dtypes.keys() == set(self._values):
+            self._state = _State(self._config, [one.dtype for one in columns])
+        return columns
 
     def _column(self, records: Records, name: str) -> RaggedTensor:
         """Return a column, of the type that it always has."""
@@ -388,6 +442,19 @@ class _Built(Stage[Records, Records]):
                 " or ".join(map(repr, dict.fromkeys(self._values))),
             )
 
+    def _warn_of_times(self, seconds: NDArray[np.int64]) -> None:
+        early = int(np.count_nonzero(seconds < self._newest))
+        self._too_early += early
+        if early and self._said_too_early.due(self._too_early):
+            _log.warning(
+                "history %r: %d records so far are before the last of the events that it begins with. They "
+                "have those that were before them, of the last %d of their users alone: data for evaluation "
+                "should come after the data for training.",
+                self._config.name,
+                self._too_early,
+                self._config.max,
+            )
+
     # Positions
 
     def position(self) -> Position:
@@ -413,6 +480,7 @@ class _Built(Stage[Records, Records]):
         self._source.restore(below)  # refuses what is not its own, before anything changes here
         self._here, self._torn, self._epoch = below, False, epoch
         self._dtypes, self._state = dtypes, state
+        self._begun = self._earlier is None or state is not None  # a state has the earlier events, too
         self._seen = ColumnCheck("", ())  # a column may have been in earlier records
 
     def _read(self, position: Position) -> tuple[dict[str, torch.dtype], _State | None, int]:
@@ -455,9 +523,27 @@ class _Built(Stage[Records, Records]):
     def commit(self, position: Position) -> None:
         self._source.commit(position["source"])
 
+    def allow_missing_labels(self) -> None:
+        super().allow_missing_labels()
+        # What is to be predicted may not say which of its events enter: then none does.
+        config = self._config
+        self._seen = ColumnCheck(
+            f"history {config.name!r}", [one for one in config.inputs if one != config.only]
+        )
+
+    def close(self) -> None:
+        super().close()
+        if self._earlier is not None:
+            self._earlier.close()
+
     # Epochs and workers
 
     def read_epochs(self, epochs: Epochs) -> None:
+        if self._earlier is not None and epochs.count > 1:
+            raise ConfigError(
+                f"history {self._config.name!r} begins with the events of earlier data, for an evaluation; "
+                f"data that is read in {epochs.count} epochs begins without histories"
+            )
         # The source reads in its order, once; each epoch is another such reading, from its beginning.
         self._source.read_epochs(replace(epochs, count=1, buffer=0))
         self._epochs = epochs.count

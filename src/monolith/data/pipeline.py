@@ -23,7 +23,7 @@ transform, whose state is part of the position."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TextIO, TypeVar
 
@@ -91,7 +91,7 @@ class Pipeline(Stage[Records, Records]):
         """
         return Pipeline(transformed(self._source, transform, snapshot_every))
 
-    def history(self, config: HistoryConfig) -> Pipeline:
+    def history(self, config: HistoryConfig, *, earlier: Iterable[Records] | None = None) -> Pipeline:
         """Add to each record the last events of its user, as list columns.
 
         The events come from the stream itself: those that were read before the record, and whose time is not
@@ -100,6 +100,9 @@ class Pipeline(Stage[Records, Records]):
 
         Args:
             config: The columns of the user, of the values and of the time, and the limits.
+            earlier: Data whose events histories begin with, such as the training data of what is evaluated.
+                It is read first, and its records are not yielded. Of its events a record has those that
+                were before it by at least a second.
 
         Examples:
             >>> from monolith import HistoryConfig, MemorySource, Pipeline
@@ -108,8 +111,13 @@ class Pipeline(Stage[Records, Records]):
             >>> [records] = Pipeline(MemorySource(events, batch_size=3)).history(config)
             >>> records.strings("history")
             [[], [], [b'a']]
+            >>> held = MemorySource({"time": [40], "user": [8], "item": ["d"]}, batch_size=1)
+            >>> known = MemorySource(events, batch_size=3)
+            >>> [records] = Pipeline(held).history(config, earlier=known)
+            >>> records.strings("history")
+            [[b'b']]
         """
-        return Pipeline(HistoryStage(self._source, config))
+        return Pipeline(HistoryStage(self._source, config, earlier=earlier))
 
     def rebatch(self, size: int, *, drop_remainder: bool = False) -> Pipeline:
         """Yield batches of exactly `size` records; only the last is shorter, unless it is dropped."""

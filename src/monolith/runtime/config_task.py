@@ -202,14 +202,14 @@ class ConfigTask(Task):
 
     def records(self, mode: Mode) -> Pipeline:
         """Return the records, with the types that the features need, and the histories of their users."""
-        # A log of served features has the histories that were served.
-        histories = (
-            ()
-            if self.data.served
-            else HistoryConfig.from_spec(self.features, max_users=self.data.history_users)
-        )
         types = self._as_stored(self.features).source_columns
-        return self.data.pipeline(PARTS[mode], self.batch_size, types=types, histories=histories)
+        return self.data.pipeline(PARTS[mode], self.batch_size, types=types, histories=self._histories)
+
+    @cached_property
+    def _histories(self) -> Sequence[HistoryConfig]:
+        if self.data.served:
+            return ()  # the log has those that were served
+        return HistoryConfig.from_spec(self.features, max_users=self.data.history_users)
 
     def dataset(self, mode: Mode) -> Stream[Batch]:
         spec = self._read_by
@@ -322,7 +322,10 @@ class ConfigRetrievalTask(ConfigTask, RetrievalTask):
         return RetrievalTask.metrics(self, mode)
 
     def protocol(self, mode: Mode) -> str:
-        return f"{self.data.protocol(PARTS[mode])}; {RetrievalTask.protocol(self, mode)}"
+        part = PARTS[mode]
+        before = [str(one.path) for one in self.data.earlier(part)] if self._histories else []
+        began = f", histories beginning with the events of {' and '.join(before)}" if before else ""
+        return f"{self.data.protocol(part)}{began}; {RetrievalTask.protocol(self, mode)}"
 
     def describe(self) -> Mapping[str, Any]:
         return {**super().describe(), "candidates": to_dict(self.items)}

@@ -152,7 +152,13 @@ class EvaluateHook(Hook):
         if session.interrupted:
             return None
         examples = int(values.pop("examples"))
-        return Evaluation(step=run.step, metrics=values, examples=examples, seconds=self._clock() - began)
+        return Evaluation(
+            step=run.step,
+            metrics=values,
+            examples=examples,
+            seconds=self._clock() - began,
+            protocol=session.task.protocol(Mode.EVALUATE),
+        )
 
     def _wait(self) -> None:
         if self._config.every is not None:

@@ -274,8 +274,10 @@ def _config_task_problems(task: ConfigTask, run: RunConfig) -> Iterator[Monolith
         return  # the other data has the same features
     if run.train.evaluate.enabled:
         # Records that a split withholds may be at the end of the files, so only separate files are read.
-        count = batches if task.data.evaluate is not None else 0
-        yield from _caught(lambda: _read(task.dataset(Mode.EVALUATE), count))
+        count = batches if data.evaluate is not None else 0
+        # Their histories begin with all training data, which is not read for a check.
+        alone = replace(data, path=None, train=None) if data.evaluate is not None else data
+        yield from _caught(lambda: _read(replace(task, data=alone).dataset(Mode.EVALUATE), count))
     if isinstance(task, RetrievalTask):
         with torch.random.fork_rng(devices=[]):
             yield from _caught(lambda: _read(task.candidates(), 1))

@@ -108,6 +108,7 @@ class RequestReader:
         self._floats = dict(floats or {})
         self._ids = tuple(ids)
         self._packs = False
+        self._event_time: str | None = None  # if a feature reads how long before it something was
         self._plan: native.RequestPlan | None = None
         if spec is None:
             self._reader = None
@@ -123,6 +124,7 @@ class RequestReader:
             # Without labels, and without an event time that no feature reads.
             serving = spec.only(spec.read_features)
             self._reader = serving.reader
+            self._event_time = serving.event_time
             self.inputs = _inputs_of(serving, kinds or {})
             # The packed way takes one plain value per row, so a model that reads lists cannot use it.
             self._packs = self._reader.packs_all and all(one.kind != "list" for one in self.inputs)
@@ -240,6 +242,14 @@ class RequestReader:
                 _log.warning(
                     "requests lack column %r, which the model reads: it counts as missing (said once)", name
                 )
+        time = self._event_time
+        if time is not None and time not in made and time not in self._lacked:
+            self._lacked.add(time)
+            _log.warning(
+                "requests lack the event time %r: the model does not know how long ago the last step of a "
+                "history was, and takes it as just now (said once)",
+                time,
+            )
         return made, size
 
     def _check_kind(self, name: str, given: Any, splits: Any) -> None:

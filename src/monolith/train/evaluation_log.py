@@ -40,6 +40,8 @@ class Evaluation:
     """The name of the checkpoint that was evaluated; None if it was the model of a run as it trains."""
     saved_at: float | None = None
     """Unix seconds at which that was saved."""
+    protocol: str | None = None
+    """How it was made, as `Task.protocol` says; None if the names of the metrics say it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
@@ -49,6 +51,7 @@ class Evaluation:
             "saved_at": self.saved_at,
             "examples": self.examples,
             "seconds": round(self.seconds, 3),
+            **({} if self.protocol is None else {"protocol": self.protocol}),
             "metrics": {
                 name: value if math.isfinite(value) else None for name, value in self.metrics.items()
             },

@@ -81,6 +81,19 @@ def test_nested_lists_are_rows(served):
     assert data_of(infer(served, {"inputs": [*body["inputs"], tags]})[1]) == [121]
 
 
+def test_lists_of_different_lengths_are_rows_too(served):
+    tags = {"name": "tags", "datatype": "BYTES", "shape": [3], "data": [["x", "y"], [], [None, "x", "y"]]}
+    body = rows_json("a", "a", "a")
+    assert data_of(infer(served, {"inputs": [*body["inputs"], tags]})[1]) == [121, 101, 121]
+    for data, why in (
+        ([["x"], [7], ["y", "x"]], "tags"),
+        ([["x", "y"], ["x", "y"]], "takes 3 values, got 4"),
+    ):
+        status, answer = infer(served, {"inputs": [*body["inputs"], {**tags, "data": data}]})
+        assert status == 400
+        assert why in answer["error"]
+
+
 def test_a_cell_that_is_null_is_an_empty_one(served):
     tags = {"name": "tags", "datatype": "BYTES", "shape": [2], "data": [None, "x"]}
     body = rows_json("a", "a")

@@ -33,7 +33,7 @@ from monolith.serve.server.inference import (
 )
 from monolith.serve.server.shared_memory import PARAMETERS, RegionSlice, SharedInputs, SharedMemoryRegions
 from monolith.serve.server.spans import TRACE_HEADERS
-from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
+from monolith.serve.server.tensors import WireTensor, listed_tensor, ragged_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
     BINARY,
     BINARY_OUTPUT,
@@ -323,7 +323,7 @@ def _inputs(message: Mapping[str, Any], rest: memoryview, shared: SharedInputs) 
         if size is None:
             if "data" not in one:
                 raise RequestError(f"{where} must have `data`, or {BINARY_SIZE} among its parameters")
-            yield listed_tensor(name, datatype, shape, _flat(one["data"], where))
+            yield _listed(name, datatype, shape, one["data"], where)
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(rest) - at:
             raise RequestError(
@@ -353,6 +353,13 @@ def _outputs(
         check_parameters(what, parameters, (BINARY,) if place is None else (BINARY, *PARAMETERS))
         found.append((name, parameters, place))
     return found
+
+
+def _listed(name: str, datatype: str, shape: Sequence[int], data: Any, where: str) -> WireTensor:
+    flat = _flat(data, where)
+    if len(shape) == 1 and len(data) == shape[0] != len(flat) and set(map(type, data)) == {list}:
+        return ragged_tensor(name, datatype, [_flat(row, where) for row in data])
+    return listed_tensor(name, datatype, shape, flat)
 
 
 def _flat(data: Any, where: str, depth: int = 0) -> list[Any]:

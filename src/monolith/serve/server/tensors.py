@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,18 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
         if datatype == BF16:
             read = read_bfloat16(write_bfloat16(read))
     return WireTensor(name, datatype, dims, read, ends)
+
+
+def ragged_tensor(name: str, datatype: str, rows: Sequence[Sequence[Any]]) -> WireTensor:
+    """Return the tensor of a list of plain values for each row; one that is None is left out.
+
+    Raises:
+        RequestError: A value is not of that datatype.
+    """
+    there = [[one for one in row if one is not None] for row in rows]
+    ends = np.cumsum([0, *map(len, there)], dtype=np.int64)
+    flat = listed_tensor(name, datatype, (int(ends[-1]),), [one for row in there for one in row])
+    return replace(flat, shape=(len(rows),), row_ends=ends)
 
 
 def raw_bytes(values: Values) -> bytes:
