@@ -79,11 +79,13 @@ def copy_file(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def link_or_copy(source: AnyPath, target: AnyPath) -> bool:
+def link_or_copy(source: AnyPath, target: AnyPath, *, durable: bool = True) -> bool:
     """Give a file that will never change a second name, or copy it if there can be none.
 
-    There can be one on the same local filesystem. Both names are equal: removing one leaves the other. On a
-    local disk the content and the new name survive a crash afterwards.
+    There can be one on the same local filesystem. Both names are equal: removing one leaves the other.
+
+    Args:
+        durable: Whether both must survive a crash of the machine afterwards, if they are on a local disk.
 
     Returns:
         Whether it is a second name, and not a copy.
@@ -103,9 +105,13 @@ def link_or_copy(source: AnyPath, target: AnyPath) -> bool:
                 raise filesystem_error(f"link {os.fspath(source)} to", target, cause) from cause
         else:
             try:
-                with errors_as(f"link {os.fspath(source)} to", target), new.open_read(unfinished) as file:
-                    os.fsync(file.fileno())
-                    new.rename(unfinished, outer)
+                with errors_as(f"link {os.fspath(source)} to", target):
+                    if durable:
+                        with new.open_read(unfinished) as file:
+                            os.fsync(file.fileno())
+                        new.rename(unfinished, outer)
+                    else:
+                        os.replace(unfinished, outer)  # noqa: PTH105
             except BaseException:
                 with contextlib.suppress(OSError):
                     new.remove_file(unfinished)

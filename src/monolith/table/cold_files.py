@@ -232,6 +232,17 @@ class LinkedRows:
                 self.info.path, 0, f"{count} rows up to time {newest} are in it, others were dumped"
             )
 
+    def verified(self) -> Iterator[Rows]:
+        """Yield the rows as iterating does, and check the rest of the file, too."""
+        yield from self
+        for _ in self.file.heads():
+            pass
+
+    @property
+    def alive(self) -> NDArray[np.uint8]:
+        """A bit for each row of the file, the lowest of a byte first."""
+        return self._link.bits
+
     def ids(self) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
         """Yield the number of a row, and from there on the ids of rows, and which are of the dump."""
         for first, hashes, _ in self.file.heads():
@@ -310,7 +321,12 @@ def in_order_of_hashes(
             continue
         hashes = np.concatenate([piece.hashes for piece in found])
         order = np.argsort(hashes)
-        yield hashes[order], Rows.concat([piece.rows for piece in found]).take(torch.from_numpy(order))
+        # By numpy: torch would have all cores spin for so many small pieces.
+        columns = (
+            torch.from_numpy(np.concatenate([getattr(piece.rows, name).numpy() for piece in found])[order])
+            for name in ("ids", "event_times", "values", "state")
+        )
+        yield hashes[order], Rows(*columns)
 
 
 class _Cursor:

@@ -561,7 +561,7 @@ def _load(
     def check_link(number: int, stop: StopTogether) -> LinkedRows:
         found = _linked(names[number], manifest, number)
         if verify_first:
-            for _ in stop.chunks(found):
+            for _ in stop.chunks(found.verified()):
                 pass
         return found
 
@@ -582,14 +582,15 @@ def _load(
     def adopt(cold: TieredTable, number: int) -> int:
         """Have the table take over a linked file; 0 if fewer than half of its rows are to be loaded."""
         link = links[number]
-        alive = np.zeros(link.file.rows, np.bool_)
-        for first, ids, mine in link.ids():
-            wanted = mine if chosen is None else mine & chosen(torch.from_numpy(ids)).numpy()
-            alive[first : first + len(ids)] = wanted
-        rows = int(alive.sum())
+        alive, rows = link.alive, link.info.rows
+        if chosen is not None:
+            wanted = np.zeros(link.file.rows, np.bool_)
+            for first, ids, mine in link.ids():
+                wanted[first : first + len(ids)] = mine & chosen(torch.from_numpy(ids)).numpy()
+            alive, rows = np.packbits(wanted, bitorder="little"), int(wanted.sum())
         if not rows or 2 * rows < link.file.rows:
             return 0
-        cold.adopt(link.info.path, np.packbits(alive, bitorder="little"))
+        cold.adopt(link.info.path, alive)
         skipped[len(paths) + number] = link.info.rows - rows
         if progress is not None:
             progress.advance(link.info.rows)
@@ -699,7 +700,7 @@ def inspect_dump(
 
     def check_link(number: int, stop: StopTogether) -> ShardInfo:
         found = _linked(names[number], manifest, number)
-        read(stop.chunks(found))
+        read(stop.chunks(found.verified()))
         return found.info
 
     def read(source: Iterator[Rows]) -> None:

@@ -256,7 +256,7 @@ class TieredTable:
         with self._open(writing=True) as core:
             self._files_adopted += 1
             own = str(self._folder.path / f"{self._files_adopted}-{filesystem.base_name(path)}")
-            filesystem.link_or_copy(path, own)
+            filesystem.link_or_copy(path, own, durable=False)
             try:
                 rows = core.adopt(own, alive)
             except native.ColdDamageError as cause:
