@@ -133,16 +133,16 @@ class ColdFile:
 
     @property
     def row_bytes(self) -> int:
-        return self._record - _RECORD_HEAD
+        return int(self._record) - _RECORD_HEAD
 
     @property
     def rows_per_block(self) -> int:
-        return self._per_block
+        return int(self._per_block)
 
     @property
     def blocks(self) -> int:
         """With rows."""
-        return self._row_blocks
+        return int(self._row_blocks)
 
     def heads(self) -> Iterator[tuple[int, NDArray[np.uint64], NDArray[np.uint32]]]:
         """Yield the number of a row, and hashes and event times from there on; reads no row."""
@@ -164,7 +164,7 @@ class ColdFile:
         """Return blocks, of shape (count, bytes of a block), checked."""
         found = np.empty((count, self._block), np.uint8)
         have = 0
-        with filesystem.open_read(self.path) as file, memoryview(found.reshape(-1)) as view:
+        with filesystem.open_read(self.path) as file, found.reshape(-1).data as view:
             file.seek(first * self._block)
             while have < len(view):
                 got = file.readinto(view[have:])  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -136,6 +136,7 @@ class TieredTable:
         self._counting = threading.Lock()  # of its own, since lookups do not wait for writers
         self._ids = 0  # looked up or written; guarded by _counting
         self._files_adopted = 0  # guarded by the lock
+        self._snapshots = 0  # open ones; guarded by the lock
 
     @property
     def config(self) -> TableConfig:
@@ -303,7 +304,9 @@ class TieredTable:
     def snapshot(self) -> TieredTableSnapshot:
         """Open a snapshot; waits for the write in progress, not longer."""
         with self._open():
-            return TieredTableSnapshot(self, self._hot, self._lock)
+            snapshot = TieredTableSnapshot(self, self._hot, self._lock, self._closed_snapshot)
+            self._snapshots += 1
+            return snapshot
 
     def track_changes(self, on: bool = True) -> None:
         with self._open() as core:
@@ -364,9 +367,15 @@ class TieredTable:
                 return
             self._core = None  # calls still running hold on to it; the last one removes the files
             self._hot.close()
-            self._folder.remove()
+            if not self._snapshots:  # which may still be dumped, by links to the files
+                self._folder.remove()
 
     # Inside
+
+    def _closed_snapshot(self) -> None:
+        self._snapshots -= 1
+        if self._core is None and not self._snapshots:
+            self._folder.remove()
 
     def _count(self, ids: int) -> None:
         with self._counting:
@@ -459,7 +468,10 @@ class TieredTable:
 class TieredTableSnapshot:
     """A `TableSnapshot` of both tiers. Rows that move afterwards stay where they were, in the snapshot."""
 
-    def __init__(self, table: TieredTable, hot: NativeTable, lock: threading.Lock) -> None:
+    def __init__(
+        self, table: TieredTable, hot: NativeTable, lock: threading.Lock, on_close: Callable[[], None]
+    ) -> None:
+        self._on_close: Callable[[], None] | None = on_close
         self._config = table.config
         self._core = table.core
         self._lock = lock  # of the table: rows do not move while a snapshot is closed
@@ -534,6 +546,9 @@ class TieredTableSnapshot:
         with self._lock:
             self._hot.close(saved=saved)
             self._core.close_snapshot(saved)
+            if self._on_close is not None:
+                self._on_close()
+                self._on_close = None
 
 
 class _OwnFolder:
