@@ -575,16 +575,11 @@ void ColdStore::fetch(std::vector<Wanted>& wanted, const Files& files, Each&& ea
                                       : std::string("it cannot be read: ") + std::strerror(read.error));
     }
     for (std::size_t i = 0; i < placed.size(); ++i) {
-      std::byte* const block = blocks->data() + i * block_bytes_;
+      const std::byte* const block = blocks->data() + i * block_bytes_;
       const std::span some(wanted.data() + placed[i].first, placed[i].end - placed[i].first);
-      const File& file = *files[some[0].file];
-      check(file, placed[i].block, block, some);
-      for (const Wanted& one : some) {
-        std::byte* const record =
-            block + kBlockHead + (one.location & kRowMask) % rows_per_block_ * record_bytes_;
-        if (file.adopted) put_epoch(record, file.newest_epoch);
-        each(one, record);
-      }
+      check(*files[some[0].file], placed[i].block, block, some);
+      for (const Wanted& one : some)
+        each(one, block + kBlockHead + (one.location & kRowMask) % rows_per_block_ * record_bytes_);
     }
   }
   {
@@ -632,10 +627,12 @@ void ColdStore::read(std::span<const std::uint64_t> hashes, std::byte* records, 
   }
   fetch(wanted, files, [&](const Wanted& one, const std::byte* record) {
     if (hash_at(record) != one.hash) return;  // another ID with the same tag
-    std::memcpy(records + one.position * record_bytes_, record, record_bytes_);
+    std::byte* const into = records + one.position * record_bytes_;
+    std::memcpy(into, record, record_bytes_);
+    if (files[one.file]->adopted) put_epoch(into, files[one.file]->newest_epoch);
     locations[one.position] = one.location;
     ++found;
-    if (keep) remember(key_of(*files[one.file], one.location), record);
+    if (keep) remember(key_of(*files[one.file], one.location), into);
   });
   std::lock_guard lock(mutex_);
   counts_.rows_found += found;
@@ -708,7 +705,12 @@ ColdChunk ColdStore::scan(std::uint64_t cursor, std::uint64_t last, std::size_t 
       for (; on && gone != captured.end(); ++gone) on = visit(part, *gone);
     }
   }
-  fetch(wanted, files, [&](const Wanted&, const std::byte* record) { take(record); });
+  fetch(wanted, files, [&](const Wanted& one, const std::byte* record) {
+    const std::size_t before = records.size();
+    take(record);
+    const File& file = *files[one.file];
+    if (file.adopted && records.size() > before) put_epoch(records.data() + before, file.newest_epoch);
+  });
 
   const std::size_t rows = records.size() / record_bytes_;
   std::vector<std::pair<std::uint64_t, std::size_t>> order(rows);
