@@ -134,7 +134,7 @@ def test_linked_files_of_tiered_tables_are_counted(folder: Path, printed: Any) -
     run = SmallRun(folder, kind=LinkingTieredTable)
     run.train(*range(200))
     run.save(1)
-    assert re.search(r"item +150 +all +1 \+ \d+ linked ", printed("inspect", str(folder), "--details"))
+    assert re.search(r"user +200 +all +1 \+ \d+ linked ", printed("inspect", str(folder), "--details"))
     found = json.loads(printed("inspect", str(folder), "--json", "--verify"))
     assert [(one["shards"], one["linked"] > 0) for one in found["tables"]] == [(1, True), (1, True)]
 

@@ -7,6 +7,7 @@ import os
 import random
 import secrets
 import signal
+import time
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
@@ -552,3 +553,35 @@ def test_a_kill_between_links_and_manifest_leaves_the_dump_before(tmp_path: Path
     linked(tiered, base)
     assert len(names(base)) == 4
     tiered.close()
+
+
+LOOP = """
+import sys, torch
+from monolith.table import Segment, Sgd, TableConfig, TieredTable, dump_snapshot
+table = TieredTable(
+    TableConfig(name="item", segments=(Segment(dim=8, optimizer=Sgd()),), storage="tiered",
+                memory_bytes=4 << 20, storage_dir=sys.argv[2]),
+    most_hot_rows=100,
+)
+for value in range(1000):
+    table.assign(torch.arange(9000), torch.full((9000, 8), float(value)))
+    snapshot = table.snapshot()
+    table.assign(torch.arange(0, 9000, 7), torch.full((1286, 8), -1.0))
+    dump_snapshot(snapshot, sys.argv[1])
+    snapshot.close(saved=True)
+    print(value, flush=True)
+"""
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.02, 0.07])
+def test_a_kill_at_any_moment_leaves_one_whole_dump(tmp_path: Path, base: str, pause: float) -> None:
+    with warm.Popen(["-c", LOOP, base, str(tmp_path / "cold")], stdout=warm.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "0\n"
+        time.sleep(pause)
+        child.send_signal(signal.SIGKILL)
+        done = [0, *map(int, child.stdout.read().split())][-1]
+    table = NativeTable(TableConfig(name="item", segments=(Segment(dim=8, optimizer=Sgd()),)))
+    assert load(table, base).rows == 9000
+    (value,) = table.lookup(torch.arange(9000)).unique().tolist()
+    assert done <= value <= done + 1
