@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -41,6 +41,7 @@ from monolith.table.table import Rows, Scan
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 else:
     torch = module_when_used("torch")
 
@@ -303,56 +304,71 @@ class _Chunk(NamedTuple):
 
 
 def in_order_of_hashes(
-    links: Sequence[LinkedRows], begin: int, end: int
+    links: Sequence[LinkedRows],
+    begin: int,
+    end: int,
+    others: Iterable[tuple[NDArray[np.uint64], Rows]] = (),
 ) -> Iterator[tuple[NDArray[np.uint64], Rows]]:
     """Yield the rows of linked files with hashes in [begin, end), in the order of their hashes.
 
     Hashes are spread evenly, so the range is divided into equal parts, and each file is read once.
+
+    Args:
+        others: More rows, in the same range and order, and their hashes.
     """
-    total = sum(link.info.rows for link in links)
-    if not total:
-        return
-    parts = max(total * (end - begin) // (_HASHES * _MERGED_ROWS), 1)
-    cursors = [_Cursor(link, begin, end, _MERGED_BYTES // len(links)) for link in links]
+    parts = max(sum(link.info.rows for link in links) * (end - begin) // (_HASHES * _MERGED_ROWS), 1)
+    cursors = [_Cursor(_chunks(link, begin, end, _MERGED_BYTES // len(links))) for link in links]
+    cursors.append(_Cursor(_Chunk(hashes, rows, int(hashes[-1])) for hashes, rows in others))
     for part in range(parts):
         upto = begin + (end - begin) * (part + 1) // parts
         found = [piece for cursor in cursors for piece in cursor.upto(upto)]
-        if not found:
-            continue
-        hashes = np.concatenate([piece.hashes for piece in found])
-        order = np.argsort(hashes)
-        # By numpy: torch would have all cores spin for so many small pieces.
-        columns = (
-            torch.from_numpy(np.concatenate([getattr(piece.rows, name).numpy() for piece in found])[order])
-            for name in ("ids", "event_times", "values", "state")
-        )
-        yield hashes[order], Rows(*columns)
+        if found:
+            yield _sorted(found)
+
+
+def _sorted(pieces: Sequence[_Chunk]) -> tuple[NDArray[np.uint64], Rows]:
+    """Return the rows of several chunks in the order of their hashes."""
+    hashes = np.concatenate([piece.hashes for piece in pieces])
+    order = np.argsort(hashes)
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order))
+    ends = np.cumsum([len(piece.hashes) for piece in pieces])
+
+    # By numpy: torch would have all cores spin for so many small pieces. Each row is copied once.
+    def joined(name: str) -> Tensor:
+        columns = [getattr(piece.rows, name).numpy() for piece in pieces]
+        out = np.empty((len(order), *columns[0].shape[1:]), columns[0].dtype)
+        for column, last in zip(columns, ends, strict=True):
+            out[places[last - len(column) : last]] = column
+        return torch.from_numpy(out)
+
+    return hashes[order], Rows(joined("ids"), joined("event_times"), joined("values"), joined("state"))
+
+
+def _chunks(link: LinkedRows, begin: int, end: int, size: int) -> Iterator[_Chunk]:
+    """Yield the rows of one linked file in a range, at most about `size` bytes at a time."""
+    per_block = link.file.rows_per_block
+    wanted = link.file.rows * (end - begin) // _HASHES  # about as many rows are in the range
+    blocks = min(max(size, 64 << 10) // (link.file.row_bytes * per_block), wanted // per_block + 1)
+    step, last = max(blocks, 1) * per_block, -1
+    for first in range(link.first_row(begin), link.file.rows, step):
+        chunk = link.read(first, step, after=last)
+        last = chunk.last
+        yield _part(chunk, _place(chunk.hashes, begin), _place(chunk.hashes, end))
+        if last >= end - 1:
+            return
 
 
 class _Cursor:
-    """Where the reading of one linked file is."""
+    """Where the reading of one stream of rows is."""
 
-    def __init__(self, link: LinkedRows, begin: int, end: int, size: int) -> None:
-        self._link = link
-        self._at = link.first_row(begin)
-        per_block = link.file.rows_per_block
-        wanted = link.file.rows * (end - begin) // _HASHES  # about as many rows are in the range
-        blocks = min(max(size, 64 << 10) // (link.file.row_bytes * per_block), wanted // per_block + 1)
-        self._step = max(blocks, 1) * per_block
-        self._begin = begin
-        self._last = -1
+    def __init__(self, chunks: Iterator[_Chunk]) -> None:
+        self._chunks = chunks
         self._held: _Chunk | None = None
 
     def upto(self, end: int) -> Iterator[_Chunk]:
-        while True:
-            held = self._held
-            if held is None:
-                if self._last >= end - 1 or self._at >= self._link.file.rows:
-                    return
-                held = self._link.read(self._at, self._step, after=self._last)
-                self._at += self._step
-                self._last = held.last
-                held = _part(held, _place(held.hashes, self._begin), len(held.hashes))
+        """Yield the next rows, with hashes below `end`."""
+        while (held := self._held or next(self._chunks, None)) is not None:
             count = _place(held.hashes, end)
             if count:
                 yield _part(held, 0, count)

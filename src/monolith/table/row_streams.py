@@ -159,11 +159,8 @@ def _dumped(basename: str, begin: int, end: int) -> Iterator[_Block]:
     if not files[-1].linked:
         yield from shards
         return
-    linked = (_Block(*found) for found in in_order_of_hashes(linked_rows(basename), begin, end))
-    for window in _windows([shards, linked]):
-        found = _newest(window, [False, False])
-        assert found is not None  # a window is not empty
-        yield found
+    for found in in_order_of_hashes(linked_rows(basename), begin, end, shards):
+        yield _Block(*found)
 
 
 def _of_shards(shards: Iterable[ShardInfo], begin: int, end: int) -> Iterator[_Block]:
