@@ -94,13 +94,38 @@ void digests(TieredTable& table, const Ids& buckets, std::uint64_t number, std::
 }
 
 nb::tuple scan_cold(TieredTable& table, std::uint64_t cursor, std::uint64_t last, std::size_t limit,
-                    bool of_snapshot, bool changed_only) {
+                    bool of_snapshot, bool changed_only, bool unlinked) {
   Chunk chunk;
   {
     GilReleased unlocked;
-    chunk = table.scan_cold(cursor, last, limit, of_snapshot, changed_only);
+    chunk = table.scan_cold(cursor, last, limit, of_snapshot, changed_only, unlinked);
   }
   return columns_of(std::move(chunk), table.dim(), table.state_dim());
+}
+
+// (path, rows, alive rows, a bit for each row) for each file.
+nb::list links(TieredTable& table) {
+  std::vector<ColdLink> found;
+  {
+    GilReleased unlocked;
+    found = table.links();
+  }
+  nb::list all;
+  for (ColdLink& link : found)
+    all.append(nb::make_tuple(link.path, link.rows, link.alive_rows, owned(std::move(link.alive))));
+  return all;
+}
+
+std::size_t adopt(TieredTable& table, const std::string& path, const Column<std::uint8_t>& alive) {
+  GilReleased unlocked;
+  return table.adopt(path, as_span(alive));
+}
+
+std::int64_t bad_block(nb::handle blocks, std::size_t block_bytes, std::uint32_t stamp,
+                       std::uint64_t number) {
+  const BorrowedBytes bytes(blocks);
+  GilReleased unlocked;
+  return first_bad_block(bytes.span(), block_bytes, stamp, number);
 }
 
 // (path, offset, reason) are what a Python error of ours is made of.
@@ -121,6 +146,10 @@ void bind_tiered_table(nb::module_& m) {
       PyExc_ValueError, nullptr));
   m.attr("ColdDamageError") = damage;
   nb::register_exception_translator(translate, damage.ptr());
+
+  m.def("first_bad_block", &bad_block, "blocks"_a, "block_bytes"_a, "stamp"_a, "number"_a,
+        "Of blocks of a cold file, from block `number` on, the index of the first that is not as it was "
+        "written; -1 if all are.");
 
   nb::class_<BlockReader>(m, "BlockReader", "Threads that read blocks of files; tables may share them.")
       .def(nb::init<int>(), "threads"_a = 32)
@@ -195,13 +224,20 @@ void bind_tiered_table(nb::module_& m) {
       .def("clear", &TieredTable::clear, "rows"_a = 0, nb::call_guard<GilReleased>())
       .def("digests", &digests, "buckets"_a.noconvert(), "number"_a, "total"_a, "sums"_a.noconvert())
       .def("scan_cold", &scan_cold, "cursor"_a, "last"_a, "limit"_a, "of_snapshot"_a, "changed_only"_a,
+           "unlinked"_a,
            nb::sig("def scan_cold(self, cursor: int, last: int, limit: int, of_snapshot: bool, "
-                   "changed_only: bool) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], "
+                   "changed_only: bool, unlinked: bool) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], "
                    "NDArray[numpy.float32], NDArray[numpy.float32], int | None]"))
       .def("track_changes", &TieredTable::track_changes, "on"_a, nb::call_guard<GilReleased>())
       .def("open_snapshot", &TieredTable::open_snapshot, nb::call_guard<GilReleased>(),
            "Returns how many cold rows there are.")
       .def("close_snapshot", &TieredTable::close_snapshot, "saved"_a, nb::call_guard<GilReleased>())
+      .def("links", &links, nb::sig("def links(self) -> list[tuple[str, int, int, NDArray[numpy.uint8]]]"),
+           "Files that a checkpoint of the open snapshot may link to: path, rows, those in the snapshot, and "
+           "a bit for each row. `scan_cold` leaves these rows out if `unlinked`.")
+      .def("adopt", &adopt, "path"_a, "alive"_a.noconvert(),
+           "Take over the rows of a file in this table's folder that have a bit; returns how many.")
+      .def_prop_ro("adopted", &TieredTable::adopted, "Rows of adopted files, since the table was made.")
       .def("stats", &TieredTable::stats, nb::call_guard<GilReleased>());
 }
 

@@ -75,6 +75,17 @@ Aligned aligned(std::size_t bytes) {
   return Aligned(memory);
 }
 
+void put_epoch(std::byte* record, std::uint32_t epoch) {
+  std::memcpy(record + offsetof(RecordHead, epoch), &epoch, sizeof(epoch));
+}
+
+bool is_block(const std::byte* bytes, std::size_t block_bytes, std::uint32_t stamp, std::uint64_t number) {
+  BlockHead head;
+  std::memcpy(&head, bytes, sizeof(head));
+  return head.stamp == stamp && head.number == number &&
+         head.checksum == crc32c({bytes + sizeof(head.checksum), block_bytes - sizeof(head.checksum)});
+}
+
 }  // namespace
 
 ColdLayout::ColdLayout(std::size_t row_bytes)
@@ -82,6 +93,16 @@ ColdLayout::ColdLayout(std::size_t row_bytes)
       block_bytes(block_for(record_bytes)),
       rows_per_block((block_bytes - kBlockHead) / record_bytes),
       heads_per_block((block_bytes - kBlockHead) / sizeof(RecordHead)) {}
+
+std::int64_t first_bad_block(std::span<const std::byte> blocks, std::size_t block_bytes, std::uint32_t stamp,
+                             std::uint64_t number) {
+  if (block_bytes <= kBlockHead || blocks.size() % block_bytes != 0)
+    throw std::invalid_argument("cold blocks: not a number of whole blocks");
+  for (std::size_t i = 0; i < blocks.size() / block_bytes; ++i)
+    if (!is_block(blocks.data() + i * block_bytes, block_bytes, stamp, number + i))
+      return static_cast<std::int64_t>(i);
+  return -1;
+}
 
 class ColdStore::Blocks {
  public:
@@ -105,6 +126,9 @@ struct ColdStore::File {
   int descriptor = -1;
   std::uint32_t stamp = 0;
   std::uint64_t row_blocks = 0, directory_blocks = 0;
+  std::uint32_t newest_epoch = 0;  // of its records
+  bool adopted = false;            // another process wrote it: newest_epoch is that of all, whatever they say
+  bool linked = false;             // among the links of the open snapshot
 
   File() = default;
   File(const File&) = delete;
@@ -328,7 +352,136 @@ void ColdStore::close_snapshot() {
   if (!std::exchange(snapshot_open_, false)) return;
   for (auto& captured : captured_) captured = {};
   for (const std::shared_ptr<File>& file : std::exchange(kept_, {})) release(file);
+  for (const std::shared_ptr<File>& file : files_)
+    if (file != nullptr) file->linked = false;
+  links_chosen_ = false;
   work_.notify_all();  // compaction waited for this
+}
+
+std::vector<ColdLink> ColdStore::links() {
+  struct Alive {
+    std::shared_ptr<File> file;
+    std::vector<std::uint8_t> bits;
+    std::uint64_t count = 0;
+  };
+  std::vector<Alive> found;
+  std::vector<std::uint32_t> places;  // among `found`, plus 1, by slot
+  {
+    std::lock_guard lock(mutex_);
+    if (!snapshot_open_) throw std::invalid_argument("links: the snapshot was closed");
+    places.resize(files_.size());
+    for (const std::shared_ptr<File>& file : files_) {
+      if (file == nullptr || file->buffer != nullptr || !of_snapshot(*file)) continue;
+      // Rows may still be on their way to it, from its buffer.
+      const bool filling = std::any_of(sealed_.begin(), sealed_.end(), [&](const auto& sealed) {
+        return sealed->sequence == file->sequence;
+      });
+      if (links_chosen_ ? !file->linked : filling) continue;
+      found.push_back({file, std::vector<std::uint8_t>((file->rows + 7) / 8)});
+      places[file->slot] = static_cast<std::uint32_t>(found.size());
+    }
+  }
+  // From now on no row of these files changes its location: compaction waits for the snapshot. A row that
+  // goes is remembered.
+  for (std::size_t part = 0; part < captured_.size(); ++part) {
+    std::lock_guard lock(mutex_);
+    if (!snapshot_open_) throw std::invalid_argument("links: the snapshot was closed");
+    const auto note = [&](std::uint64_t entry) {
+      const std::uint64_t location = entry & ColdIndex::kLocationMask;
+      const std::uint64_t slot = location >> kRowBits;
+      if (slot >= places.size() || places[slot] == 0) return true;
+      Alive& alive = found[places[slot] - 1];
+      const std::uint64_t row = location & kRowMask;
+      alive.bits[row / 8] |= static_cast<std::uint8_t>(1 << row % 8);
+      ++alive.count;
+      return true;
+    };
+    index_.walk(part, 0, note);
+    for (const std::uint64_t entry : captured_[part]) note(entry);
+  }
+  std::lock_guard lock(mutex_);
+  std::vector<ColdLink> links;
+  for (Alive& alive : found) {
+    if (!links_chosen_ && 2 * alive.count < alive.file->rows) continue;
+    alive.file->linked = true;
+    links.push_back({alive.file->path, alive.file->rows, alive.count, std::move(alive.bits)});
+  }
+  links_chosen_ = true;
+  return links;
+}
+
+std::size_t ColdStore::adopt(const std::string& path, std::span<const std::uint8_t> alive,
+                             std::uint32_t epoch,
+                             const std::function<void(std::span<const RecordHead>)>& each) {
+  auto file = std::make_shared<File>();
+  file->path = path;
+  file->descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+  if (file->descriptor < 0 && errno == EINVAL) file->descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file->descriptor < 0)
+    throw ColdDamage(path, 0, std::string("it cannot be opened: ") + std::strerror(errno));
+  const std::size_t at_once = std::max<std::size_t>(kStreamBytes / block_bytes_, 1);
+  const Aligned memory = aligned(at_once * block_bytes_);
+  BlockReader::Read read{file->descriptor, 0, block_bytes_, memory.get()};
+  reader_->run({&read, 1});
+  BlockHead first;
+  FileHead head;
+  std::memcpy(&first, memory.get(), sizeof(first));
+  std::memcpy(&head, memory.get() + kBlockHead, sizeof(head));
+  if (read.error != 0 || !is_block(memory.get(), block_bytes_, first.stamp, 0) ||
+      std::memcmp(head.magic, kMagic, sizeof(kMagic)) != 0 || head.version != kVersion)
+    throw ColdDamage(path, 0, "its first block is not that of a file of cold rows");
+  const std::size_t per_block = (block_bytes_ - kBlockHead) / sizeof(RecordHead);
+  if (head.record_bytes != record_bytes_ || head.block_bytes != block_bytes_ || head.rows > kRowMask ||
+      head.row_blocks != (head.rows + rows_per_block_ - 1) / rows_per_block_ ||
+      head.directory_blocks != (head.rows + per_block - 1) / per_block || alive.size() != (head.rows + 7) / 8)
+    throw ColdDamage(path, 0, "it has rows of another size, or another number of them");
+  file->stamp = first.stamp;
+  file->rows = head.rows;
+  file->row_blocks = head.row_blocks;
+  file->directory_blocks = head.directory_blocks;
+  file->oldest = head.oldest;
+  file->newest = head.newest;
+  file->newest_epoch = epoch;
+  file->adopted = true;
+  {
+    std::lock_guard lock(mutex_);
+    const std::shared_ptr<File> placed = add_file();
+    file->number = file->sequence = placed->number;
+    file->slot = placed->slot;
+    files_[file->slot] = file;
+  }
+  const std::uint64_t base = std::uint64_t{file->slot} << kRowBits;
+  std::vector<RecordHead> heads, taken;
+  std::uint64_t before = 0;
+  read_directory(*file, memory.get(), heads, [&](std::span<const RecordHead> some, std::uint64_t row) {
+    taken.clear();
+    for (std::size_t at = 0; at < some.size();) {
+      std::lock_guard lock(mutex_);
+      for (const std::size_t end = std::min(some.size(), at + kLocked); at < end; ++at) {
+        const std::uint64_t number = row + at;
+        if (number > 0 && some[at].hash <= before)
+          throw ColdDamage(path, (1 + file->row_blocks + number / per_block) * block_bytes_,
+                           "its directory is not in the order of hashes");
+        before = some[at].hash;
+        if (at + kAhead < some.size()) index_.prefetch(some[at + kAhead].hash);
+        if ((alive[number / 8] >> number % 8 & 1) == 0) continue;
+        index_.insert(some[at].hash, base + number);
+        ++file->live;
+        taken.push_back(some[at]);
+      }
+    }
+    each(taken);
+  });
+  std::lock_guard lock(mutex_);
+  const std::size_t live = file->live;
+  if (live == 0) {
+    release(file);
+  } else if (2 * live < file->rows) {
+    file->ripe = true;
+    ++ripe_;
+    work_.notify_all();
+  }
+  return live;
 }
 
 // ---- reading -------------------------------------------------------------------------------------
@@ -359,10 +512,10 @@ void ColdStore::remember(std::uint64_t key, const std::byte* record) {
 
 void ColdStore::check(const File& file, std::uint64_t block, const std::byte* bytes,
                       std::span<const Wanted> wanted) const {
+  if (is_block(bytes, block_bytes_, file.stamp, block)) return;
   BlockHead head;
   std::memcpy(&head, bytes, sizeof(head));
   const std::uint32_t sum = crc32c({bytes + sizeof(head.checksum), block_bytes_ - sizeof(head.checksum)});
-  if (head.checksum == sum && head.stamp == file.stamp && head.number == block) return;
   std::string reason = head.checksum != sum ? "the checksum of a block does not match its content"
                                             : "a block is not the one that was written here";
   reason += " (table '" + spec_.table + "', rows of IDs ";
@@ -480,17 +633,20 @@ void ColdStore::read(std::span<const std::uint64_t> hashes, std::byte* records, 
   }
   fetch(wanted, files, [&](const Wanted& one, const std::byte* record) {
     if (hash_at(record) != one.hash) return;  // another ID with the same tag
-    std::memcpy(records + one.position * record_bytes_, record, record_bytes_);
+    std::byte* const into = records + one.position * record_bytes_;
+    std::memcpy(into, record, record_bytes_);
+    if (files[one.file]->adopted) put_epoch(into, files[one.file]->newest_epoch);
     locations[one.position] = one.location;
     ++found;
-    if (keep) remember(key_of(*files[one.file], one.location), record);
+    if (keep) remember(key_of(*files[one.file], one.location), into);
   });
   std::lock_guard lock(mutex_);
   counts_.rows_found += found;
   counts_.rows_recent += recent;
 }
 
-ColdChunk ColdStore::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool of_snap) {
+ColdChunk ColdStore::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool of_snap,
+                          bool unlinked, std::uint32_t since) {
   ColdChunk chunk;
   std::vector<Wanted> wanted;
   Files files;
@@ -520,6 +676,8 @@ ColdChunk ColdStore::scan(std::uint64_t cursor, std::uint64_t last, std::size_t 
       const std::uint64_t location = entry & ColdIndex::kLocationMask;
       const std::shared_ptr<File>& file = files_[location >> kRowBits];
       if (of_snap && !of_snapshot(*file)) return true;
+      if (unlinked && file->linked) return true;
+      if (since != 0 && file->buffer == nullptr && file->newest_epoch <= since) return true;
       before = prefix;
       ++count;
       if (const std::byte* const held = in_memory(location)) {
@@ -553,7 +711,12 @@ ColdChunk ColdStore::scan(std::uint64_t cursor, std::uint64_t last, std::size_t 
       for (; on && gone != captured.end(); ++gone) on = visit(part, *gone);
     }
   }
-  fetch(wanted, files, [&](const Wanted&, const std::byte* record) { take(record); });
+  fetch(wanted, files, [&](const Wanted& one, const std::byte* record) {
+    const std::size_t before = records.size();
+    take(record);
+    const File& file = *files[one.file];
+    if (file.adopted && records.size() > before) put_epoch(records.data() + before, file.newest_epoch);
+  });
 
   const std::size_t rows = records.size() / record_bytes_;
   std::vector<std::pair<std::uint64_t, std::size_t>> order(rows);
@@ -579,7 +742,6 @@ void ColdStore::heads(std::uint32_t time,
   }
   std::vector<RecordHead> heads;
   Aligned memory;
-  const std::size_t at_once = std::max<std::size_t>(kStreamBytes / block_bytes_, 1);
   for (const auto& file : files) {
     const std::uint64_t first = std::uint64_t{file->slot} << kRowBits;
     heads.clear();
@@ -593,27 +755,41 @@ void ColdStore::heads(std::uint32_t time,
       each(heads, first);
       continue;
     }
-    if (memory == nullptr) memory = aligned(at_once * block_bytes_);
-    const std::size_t per_block = (block_bytes_ - kBlockHead) / sizeof(RecordHead);
-    for (std::uint64_t block = 0; block < file->directory_blocks; block += at_once) {
-      const std::uint64_t some = std::min<std::uint64_t>(at_once, file->directory_blocks - block);
-      const std::uint64_t from = 1 + file->row_blocks + block;
-      BlockReader::Read read{file->descriptor, from * block_bytes_, some * block_bytes_, memory.get()};
-      reader_->run({&read, 1});
-      if (read.error != 0)
-        throw ColdDamage(file->path, read.offset,
-                         read.error < 0 ? "the file ends too early"
-                                        : std::string("it cannot be read: ") + std::strerror(read.error));
-      const std::size_t begun = block * per_block;
-      heads.resize(std::min<std::size_t>(some * per_block, file->rows - begun));
-      for (std::uint64_t i = 0; i < some; ++i) {
-        const std::byte* const bytes = memory.get() + i * block_bytes_;
-        check(*file, from + i, bytes, {});
-        const std::size_t count = std::min(per_block, heads.size() - i * per_block);
-        std::memcpy(heads.data() + i * per_block, bytes + kBlockHead, count * sizeof(RecordHead));
-      }
-      each(heads, first + begun);
+    if (memory == nullptr)
+      memory = aligned(std::max<std::size_t>(kStreamBytes / block_bytes_, 1) * block_bytes_);
+    read_directory(*file, memory.get(), heads,
+                   [&](std::span<const RecordHead> some, std::uint64_t row) { each(some, first + row); });
+  }
+}
+
+template <class Each>
+void ColdStore::read_directory(const File& file, std::byte* memory, std::vector<RecordHead>& heads,
+                               Each&& each) {
+  const std::size_t at_once = std::max<std::size_t>(kStreamBytes / block_bytes_, 1);
+  const std::size_t per_block = (block_bytes_ - kBlockHead) / sizeof(RecordHead);
+  for (std::uint64_t block = 0; block < file.directory_blocks; block += at_once) {
+    const std::uint64_t some = std::min<std::uint64_t>(at_once, file.directory_blocks - block);
+    const std::uint64_t from = 1 + file.row_blocks + block;
+    BlockReader::Read read{file.descriptor, from * block_bytes_, some * block_bytes_, memory};
+    reader_->run({&read, 1});
+    if (read.error != 0)
+      throw ColdDamage(file.path, read.offset,
+                       read.error < 0 ? "the file ends too early"
+                                      : std::string("it cannot be read: ") + std::strerror(read.error));
+    const std::size_t begun = block * per_block;
+    heads.resize(std::min<std::size_t>(some * per_block, file.rows - begun));
+    for (std::uint64_t i = 0; i < some; ++i) {
+      const std::byte* const bytes = memory + i * block_bytes_;
+      check(file, from + i, bytes, {});
+      const std::size_t count = std::min(per_block, heads.size() - i * per_block);
+      std::memcpy(heads.data() + i * per_block, bytes + kBlockHead, count * sizeof(RecordHead));
     }
+    {
+      std::lock_guard lock(mutex_);
+      counts_.bytes_read += read.bytes;
+      ++counts_.reads;
+    }
+    each(std::span<const RecordHead>(heads), begun);
   }
 }
 
@@ -723,11 +899,12 @@ void ColdStore::write_file(File& file, const std::vector<const std::byte*>& reco
   };
   file.path = spec_.folder + "/" + std::to_string(file.number) + ".cold";
   constexpr int kHow = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
-  file.descriptor = ::open(file.path.c_str(), kHow | O_DIRECT, 0600);
+  // The folder is this user's alone; a link in a checkpoint is as readable as other files there.
+  file.descriptor = ::open(file.path.c_str(), kHow | O_DIRECT, 0666);
   // A filesystem without O_DIRECT, such as an older tmpfs, has its pages in the kernel's cache.
   if (file.descriptor < 0 && errno == EINVAL) {
     ::unlink(file.path.c_str());
-    file.descriptor = ::open(file.path.c_str(), kHow, 0600);
+    file.descriptor = ::open(file.path.c_str(), kHow, 0666);
   }
   if (file.descriptor < 0) failed("cannot create");
   static std::atomic<std::uint32_t> stamps{std::random_device{}()};
@@ -740,6 +917,7 @@ void ColdStore::write_file(File& file, const std::vector<const std::byte*>& reco
     const RecordHead head = head_at(record);
     file.oldest = std::min(file.oldest, head.time);
     file.newest = std::max(file.newest, head.time);
+    file.newest_epoch = std::max(file.newest_epoch, head.epoch);
   }
   const std::uint64_t blocks = 1 + file.row_blocks + file.directory_blocks;
   // Says at once that the disk is full, and keeps the file in few extents.
@@ -846,8 +1024,9 @@ void ColdStore::compact(const std::shared_ptr<File>& file) {
       const std::size_t begin = (block + i) * rows_per_block_;
       const std::size_t end = std::min(begin + rows_per_block_, file->rows);
       for (std::size_t row = begin; row < end && file->live > 0; ++row) {
-        const std::byte* const record =
+        std::byte* const record =
             memory.get() + i * block_bytes_ + kBlockHead + (row - begin) * record_bytes_;
+        if (file->adopted) put_epoch(record, file->newest_epoch);
         const std::uint64_t hash = hash_at(record);
         if (!index_.contains(hash, first + row)) continue;
         index_.erase(hash, first + row);

@@ -85,6 +85,19 @@ class ColdDamage : public std::runtime_error {
   std::uint64_t offset_;
 };
 
+// A file with rows of the open snapshot, for a checkpoint to link to.
+struct ColdLink {
+  std::string path;
+  std::uint64_t rows = 0;           // in the file
+  std::uint64_t alive_rows = 0;     // in the snapshot
+  std::vector<std::uint8_t> alive;  // a bit for each row of the file, the lowest of a byte first
+};
+
+// Of blocks of a cold file that follow each other, the first of which has this number: the index of the first
+// that is not as it was written, -1 if all are. What reads files that a checkpoint links to asks this.
+std::int64_t first_bad_block(std::span<const std::byte> blocks, std::size_t block_bytes, std::uint32_t stamp,
+                             std::uint64_t number);
+
 struct ColdChunk {
   std::vector<std::byte> records;  // in the order of their hashes
   bool done = false;
@@ -131,8 +144,10 @@ class ColdStore {
   std::size_t forget(std::span<const std::uint64_t> hashes, const std::uint64_t* locations);
   // How many are at their locations.
   std::size_t alive(std::span<const std::uint64_t> hashes, const std::uint64_t* locations) const;
-  // Up to `limit` rows with hashes from `cursor` to `last`; those of the snapshot, if wanted.
-  ColdChunk scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool of_snapshot);
+  // Up to `limit` rows with hashes from `cursor` to `last`; those of the snapshot, if wanted, or of it those
+  // in no file of links(). Files without a record of an epoch beyond `since` are left out.
+  ColdChunk scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool of_snapshot,
+                 bool unlinked = false, std::uint32_t since = 0);
   // Calls each(heads, location of the first) for all rows, dead ones included, of files with rows that are
   // not newer than `time`.
   void heads(std::uint32_t time, const std::function<void(std::span<const RecordHead>, std::uint64_t)>& each);
@@ -142,6 +157,15 @@ class ColdStore {
   // that is removed meanwhile.
   void open_snapshot();
   void close_snapshot();
+  // Files of which at least half of the rows are in the open snapshot, without those of which fewer are: a
+  // link keeps a whole file on disk. Reads no row. Later calls until the snapshot is closed return the same:
+  // rows that were in a buffer at the first one stay with those that are scanned.
+  std::vector<ColdLink> links();
+  // Takes over a file of another store, which is in this folder: its rows with a bit in `alive`, none of
+  // which has a row here. They count as changed in `epoch`. Reads only the directory, and calls each(heads of
+  // alive rows). Throws ColdDamage for a file that makes no sense or is of other rows.
+  std::size_t adopt(const std::string& path, std::span<const std::uint8_t> alive, std::uint32_t epoch,
+                    const std::function<void(std::span<const RecordHead>)>& each);
 
   std::string folder() const { return spec_.folder; }
 
@@ -170,6 +194,9 @@ class ColdStore {
   void fetch(std::vector<Wanted>& wanted, const Files& files, Each&& each);
   void check(const File& file, std::uint64_t block, const std::byte* bytes,
              std::span<const Wanted> wanted) const;
+  // Calls each(heads, the number of the first) for the rows of a file.
+  template <class Each>
+  void read_directory(const File& file, std::byte* memory, std::vector<RecordHead>& heads, Each&& each);
   std::uint64_t key_of(const File& file, std::uint64_t location) const;
   bool of_snapshot(const File& file) const;
 
@@ -204,6 +231,7 @@ class ColdStore {
   std::condition_variable work_, done_;
 
   bool snapshot_open_ = false;
+  bool links_chosen_ = false;
   std::uint64_t mark_ = 0;                            // files with a smaller number are part of the snapshot
   std::vector<std::vector<std::uint64_t>> captured_;  // by partition: entries of it that are gone since
   std::vector<std::shared_ptr<File>> kept_;           // released, but for the snapshot

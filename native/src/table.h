@@ -154,6 +154,8 @@ class Table {
   bool release_memory();
   // Tells subscribers and snapshots that rows are gone that were in another tier.
   void note_removals_elsewhere(const std::vector<std::uint64_t>& hashes);
+  // Tells subscribers that another tier has new rows, none of them newer than `newest`.
+  void note_arrivals_elsewhere(const std::vector<std::uint64_t>& hashes, std::uint32_t newest);
   bool expired(std::uint64_t hash, std::uint32_t time, std::int64_t now) const;
   // Rows that are newer than this at `now` are not expired.
   std::int64_t newest_expired(std::int64_t now) const;

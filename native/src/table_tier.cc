@@ -227,6 +227,16 @@ void Table::note_removals_elsewhere(const std::vector<std::uint64_t>& hashes) {
   note_removals(hashes);
 }
 
+void Table::note_arrivals_elsewhere(const std::vector<std::uint64_t>& hashes, std::uint32_t newest) {
+  if (hashes.empty()) return;
+  Writing writing(*this);
+  advance_clock(1, {newest});
+  if (touched_.empty()) return;
+  std::vector<std::int64_t> ids(hashes.size());
+  std::transform(hashes.begin(), hashes.end(), ids.begin(), unmix);
+  tell_touched(ids);
+}
+
 std::int64_t Table::newest_expired(std::int64_t now) const {
   std::int64_t least = spec_.expire_seconds;
   for (const std::int64_t after : slot_expire_) least = std::min(least, after);

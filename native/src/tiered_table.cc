@@ -167,9 +167,10 @@ void TieredTable::lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* t
 }
 
 Chunk TieredTable::scan_cold(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool of_snapshot,
-                             bool changed_only) {
+                             bool changed_only, bool unlinked) {
   if (limit == 0) throw std::invalid_argument("scan: limit must be at least 1");
-  const ColdChunk found = cold_.scan(cursor, last, limit, of_snapshot);
+  const ColdChunk found =
+      cold_.scan(cursor, last, limit, of_snapshot, unlinked, changed_only ? saved_.load() : 0);
   const std::size_t bytes = cold_.record_bytes();
   const std::size_t dim = hot_->dim();
   const std::size_t state_dim = hot_->state_dim();
@@ -239,12 +240,16 @@ std::size_t TieredTable::move_out(std::size_t count) {
   }
   cold_.append(kept);
   hot_->move_out(records);
-  const std::uint64_t index = cold_.stats().bytes_index;
-  if (index > index_bytes_ && index_bytes_ < spec_.memory_bytes) {
-    index_bytes_ = next_index_part(index_bytes_, spec_.memory_bytes);
-    shrinks_ = hot_->stats().bytes_total > hot_rows_allowed() * row_cost_;
-  }
+  make_room_for_index();
   return records.size() / bytes;
+}
+
+void TieredTable::make_room_for_index() {
+  const std::uint64_t index = cold_.stats().bytes_index;
+  bool grew = false;
+  for (; index > index_bytes_ && index_bytes_ < spec_.memory_bytes; grew = true)
+    index_bytes_ = next_index_part(index_bytes_, spec_.memory_bytes);
+  if (grew) shrinks_ = hot_->stats().bytes_total > hot_rows_allowed() * row_cost_;
 }
 
 std::size_t TieredTable::spill(std::size_t incoming) {
@@ -385,6 +390,23 @@ void TieredTable::close_snapshot(bool saved) {
   if (!snapshot_open_.exchange(false)) return;
   if (saved) saved_ = epoch_ - 1;
   cold_.close_snapshot();
+}
+
+std::size_t TieredTable::adopt(const std::string& path, std::span<const std::uint8_t> alive) {
+  std::vector<std::uint64_t> hashes;
+  const auto note = [&](std::span<const RecordHead> heads) {
+    std::uint32_t newest = 0;
+    hashes.clear();
+    for (const RecordHead& head : heads) {
+      newest = std::max(newest, head.time);
+      hashes.push_back(head.hash);
+    }
+    hot_->note_arrivals_elsewhere(hashes, newest);
+  };
+  const std::size_t rows = cold_.adopt(path, alive, epoch_of(kChanged), note);
+  adopted_ += rows;
+  make_room_for_index();
+  return rows;
 }
 
 }  // namespace monolith

@@ -73,8 +73,9 @@ class TieredTable {
   void shrink() { shrinks_ = !hot_->release_memory(); }
 
   // Cold rows with hashes from `cursor` to `last`, as Table::scan. `changed_only` is for snapshots.
+  // With `unlinked`, those of the snapshot that are in no file of links().
   Chunk scan_cold(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool of_snapshot,
-                  bool changed_only);
+                  bool changed_only, bool unlinked = false);
   std::size_t cold_rows() const { return cold_.size(); }
 
   void track_changes(bool on);
@@ -82,6 +83,10 @@ class TieredTable {
   // written.
   std::size_t open_snapshot();
   void close_snapshot(bool saved);
+  // See ColdStore.
+  std::vector<ColdLink> links() { return cold_.links(); }
+  std::size_t adopt(const std::string& path, std::span<const std::uint8_t> alive);
+  std::uint64_t adopted() const { return adopted_.load(std::memory_order_relaxed); }
 
   bool wait_for_room(double seconds) { return cold_.wait_for_room(seconds); }
   std::string trouble() const { return cold_.trouble(); }
@@ -102,6 +107,7 @@ class TieredTable {
   void each_cold(std::span<const std::int64_t> ids, std::span<const std::uint8_t> hot, bool remember,
                  const Use& use);
   std::size_t move_out(std::size_t count);
+  void make_room_for_index();
   std::uint32_t epoch_of(std::uint32_t change) const;
   std::uint32_t change_of(std::uint32_t epoch) const;
   template <class Each>
@@ -116,6 +122,7 @@ class TieredTable {
   std::atomic<bool> shrinks_{false};
   std::atomic<std::uint64_t> moved_in_{0};  // calls that moved rows in
   std::atomic<std::uint64_t> evicted_{0};   // cold rows
+  std::atomic<std::uint64_t> adopted_{0};
 
   std::vector<std::uint64_t> missing_;  // hashes of the batch that is to be written
 

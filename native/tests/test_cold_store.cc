@@ -6,6 +6,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <random>
 #include <string>
@@ -248,6 +249,160 @@ void a_snapshot_keeps_the_rows_of_its_moment() {
   CHECK_THROWS(std::invalid_argument, "closed", store.scan(0, 1, 1, true));
 }
 
+// The rows of a scan, as ID and version; each is there once.
+std::map<std::int64_t, std::uint32_t> scanned(ColdStore& store, bool of_snapshot, bool unlinked = false,
+                                              std::uint32_t since = 0) {
+  std::map<std::int64_t, std::uint32_t> seen;
+  for (std::uint64_t cursor = 0;;) {
+    const ColdChunk chunk = store.scan(cursor, ~std::uint64_t{0}, 700, of_snapshot, unlinked, since);
+    for (std::size_t at = 0; at < chunk.records.size(); at += store.record_bytes()) {
+      const RecordHead head = head_at(chunk.records.data() + at);
+      CHECK(seen.emplace(unmix(head.hash), head.time).second);
+    }
+    if (chunk.done) return seen;
+    cursor = chunk.cursor;
+  }
+}
+
+void forget(ColdStore& store, const std::vector<std::int64_t>& ids) {
+  const ColdStore::Still still(store);
+  const Answer answer = get(store, ids);
+  store.forget(answer.hashes, answer.locations.data());
+}
+
+// A store in another folder that has taken over the links, and says how many rows that were.
+std::size_t adopt(ColdStore& other, const std::vector<ColdLink>& links, std::uint32_t epoch = 0) {
+  std::size_t rows = 0, number = 0;
+  for (const ColdLink& link : links) {
+    const std::string own = other.folder() + "/" + std::to_string(number++) + ".adopted";
+    fs::create_hard_link(link.path, own);
+    std::size_t seen = 0;
+    const std::size_t taken =
+        other.adopt(own, link.alive, epoch, [&](std::span<const RecordHead> heads) { seen += heads.size(); });
+    CHECK_EQUAL(taken, link.alive_rows);
+    CHECK_EQUAL(seen, taken);
+    rows += taken;
+  }
+  return rows;
+}
+
+// Whatever is on its way to a file, is forgotten or is appended meanwhile: a row of the snapshot is in one
+// link, or in the scan of all others.
+void links_and_all_other_rows_are_the_snapshot() {
+  for (int round = 0; round < 12; ++round) {
+    const Folder folder, elsewhere;
+    ColdStore store(spec(folder, 32 << 10), std::make_shared<BlockReader>(4));
+    put(store, range(0, 6000), 1);
+    if (round % 3 == 0) store.flush();
+    forget(store, range(0, 300 * round));  // leaves files with fewer than half of their rows
+    store.open_snapshot();
+    forget(store, range(3000, 4000));
+    const std::vector<ColdLink> links = store.links();
+    put(store, range(3000, 3500), 2);
+    put(store, range(7000, 9000), 2);
+    forget(store, range(4000, 4500));
+    store.flush();
+    for (int again = 0; again < 2; ++again) {
+      const std::vector<ColdLink> same = store.links();
+      CHECK_EQUAL(same.size(), links.size());
+      for (std::size_t i = 0; i < same.size(); ++i) {
+        CHECK_EQUAL(same[i].path, links[i].path);
+        CHECK(same[i].alive == links[i].alive);
+        CHECK(2 * links[i].alive_rows >= links[i].rows);
+      }
+    }
+    if (round % 3 == 0) CHECK(links.size() > 2);
+    auto seen = scanned(store, true, true);
+    ColdStore other(spec(elsewhere, 64 << 10), std::make_shared<BlockReader>(4));
+    const std::size_t rows = adopt(other, links);
+    for (const auto& [id, version] : scanned(other, false)) CHECK(seen.emplace(id, version).second);
+    const auto expected = scanned(store, true);
+    CHECK_EQUAL(expected.size(), static_cast<std::size_t>(6000 - 300 * round));
+    CHECK(seen == expected);
+    CHECK_EQUAL(other.size(), rows);
+    store.close_snapshot();
+    CHECK_THROWS(std::invalid_argument, "closed", store.links());
+  }
+}
+
+// The rows of adopted files are found, compacted and removed as any, and outlive the store that wrote them.
+void adopted_rows_are_as_good_as_appended_ones() {
+  const Folder folder, elsewhere;
+  ColdStore other(spec(elsewhere, 32 << 10), std::make_shared<BlockReader>(4));
+  {
+    ColdStore store(spec(folder, 32 << 10), std::make_shared<BlockReader>(4));
+    put(store, range(0, 5000), 1);
+    store.flush();
+    store.open_snapshot();
+    forget(store, range(0, 100));
+    const std::size_t rows = adopt(other, store.links(), 7);
+    CHECK_EQUAL(rows, scanned(store, true).size() - scanned(store, true, true).size());
+  }
+  CHECK(folder.files().empty());
+  const std::size_t adopted = other.size();
+  CHECK(adopted > 4000);
+  std::vector<std::int64_t> ids;
+  for (const auto& [id, version] : scanned(other, false)) ids.push_back(id);
+  const auto epoch_is_theirs = [&] {
+    const Answer answer = get(other, ids);
+    std::size_t found = 0;
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      if (answer.locations[i] != 0) {
+        const RecordHead head = head_at(answer.records.data() + i * other.record_bytes());
+        CHECK(head.epoch == 7 && head.time == 1);
+        ++found;
+      }
+    CHECK_EQUAL(found, other.size());
+  };
+  epoch_is_theirs();
+  CHECK_EQUAL(scanned(other, false, false, 6).size(), adopted);
+  CHECK_EQUAL(scanned(other, false, false, 7).size(), 0u);
+  // Most of each file goes: the others move, with the epoch of their file.
+  std::vector<std::int64_t> most;
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    if (i % 5 != 0) most.push_back(ids[i]);
+  forget(other, most);
+  other.flush();
+  CHECK(other.stats().compactions > 2);
+  CHECK_EQUAL(scanned(other, false, false, 6).size(), adopted - most.size());
+  epoch_is_theirs();
+  CHECK_EQUAL(elsewhere.files().size(), other.stats().files);
+}
+
+// Neither is a file that was cut, changed or is of other rows, nor one with too few bits.
+void what_cannot_be_adopted_is_refused() {
+  const Folder folder, elsewhere;
+  ColdStore store(spec(folder), std::make_shared<BlockReader>(4));
+  put(store, range(0, 1000), 1);
+  store.flush();
+  store.open_snapshot();
+  const ColdLink link = store.links().at(0);
+  const auto refused = [&](const char* why, const std::function<void(const std::string&)>& change,
+                           std::size_t row = kRow, std::size_t bits = 125) {
+    ColdStore other(spec(elsewhere, 64 << 10, row), std::make_shared<BlockReader>(4));
+    const std::string own = elsewhere.path() + "/own";
+    fs::copy_file(link.path, own, fs::copy_options::overwrite_existing);
+    change(own);
+    const std::vector<std::uint8_t> alive(bits, 0xff);
+    CHECK_THROWS(ColdDamage, why, other.adopt(own, alive, 0, [](auto) {}));
+  };
+  const auto flip = [](std::int64_t at) {
+    return [at](const std::string& path) {
+      std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
+      file.seekp(at < 0 ? static_cast<std::int64_t>(fs::file_size(path)) + at : at);
+      file.put('!');
+    };
+  };
+  refused("first block", flip(40));
+  refused("checksum", flip(-4000));
+  refused("ends too early",
+          [](const std::string& path) { fs::resize_file(path, fs::file_size(path) - 4096); });
+  refused("first block", [](const std::string& path) { fs::resize_file(path, 100); });
+  refused("another size", [](const std::string&) {}, 48);
+  refused("another number", [](const std::string&) {}, kRow, 124);
+  refused("cannot be opened", [](const std::string& path) { fs::remove(path); });
+}
+
 // Every way in which a file may be other than it was written is an error that names file and offset.
 void a_damaged_block_is_refused_by_name() {
   const Folder folder;
@@ -383,6 +538,9 @@ int main() {
       {"rows come and go as in a map", rows_come_and_go_as_in_a_map},
       {"readers find every row while files are compacted", readers_find_every_row_while_files_are_compacted},
       {"a snapshot keeps the rows of its moment", a_snapshot_keeps_the_rows_of_its_moment},
+      {"links and all other rows are the snapshot", links_and_all_other_rows_are_the_snapshot},
+      {"adopted rows are as good as appended ones", adopted_rows_are_as_good_as_appended_ones},
+      {"what cannot be adopted is refused", what_cannot_be_adopted_is_refused},
       {"a damaged block is refused by name", a_damaged_block_is_refused_by_name},
       {"files go with their store", files_go_with_their_store},
       {"while nothing can be written no row is lost", while_nothing_can_be_written_no_row_is_lost},

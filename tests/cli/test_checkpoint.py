@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoint import small_servers
 from checkpoint.small_runs import SmallRun, chain, flip
-from contracts.tables import ids
+from contracts.tables import LinkingTieredTable, ids
 
 from monolith.checkpoint import Listed
 from monolith.cli import checkpoint as command
@@ -128,6 +128,15 @@ def test_the_latest_checkpoint_of_a_run_is_shown(prefixes: list[str], folder: Pa
     assert '{"next": 114}' in text
     assert "filter of item: sliding" in text
     assert "verified: all checksums match" in printed("inspect", str(folder), "--verify")
+
+
+def test_linked_files_of_tiered_tables_are_counted(folder: Path, printed: Any) -> None:
+    run = SmallRun(folder, kind=LinkingTieredTable)
+    run.train(*range(200))
+    run.save(1)
+    assert re.search(r"user +200 +all +1 \+ \d+ linked ", printed("inspect", str(folder), "--details"))
+    found = json.loads(printed("inspect", str(folder), "--json", "--verify"))
+    assert [(one["shards"], one["linked"] > 0) for one in found["tables"]] == [(1, True), (1, True)]
 
 
 def test_a_checkpoint_is_summed_up_in_a_line_for_each_table_and_part(

@@ -17,6 +17,7 @@ from services.spilling_tables import (
 from torch import Tensor
 
 from monolith.table import CudaTable, DictTable, NativeTable, TableConfig, TieredTable
+from monolith.table.tiered_table import TieredTableSnapshot
 
 
 class EmulatedCudaTable(CudaTable):
@@ -34,6 +35,14 @@ class SmallTieredTable(TieredTable):
             pytest.skip("a tiered table has no capacity_bytes: tests/table/test_tiered_table.py")
         config = replace(config, storage="tiered", memory_bytes=4 << 20)
         super().__init__(config, **{"most_hot_rows": 12, **others})
+
+
+class LinkingTieredTable(SmallTieredTable):
+    """The same with all cold rows in files when a snapshot is opened, so that dumps link to them."""
+
+    def snapshot(self) -> TieredTableSnapshot:
+        self.flush()
+        return super().snapshot()
 
 
 def in_bfloat16(cls: Any) -> Any:
@@ -78,7 +87,7 @@ def spilling_table_classes() -> list[Any]:
 
 def tiered_table_classes() -> list[Any]:
     """Return tables that keep most rows in files."""
-    return [SmallTieredTable]
+    return [SmallTieredTable, LinkingTieredTable]
 
 
 def crowded_table_classes() -> list[Any]:

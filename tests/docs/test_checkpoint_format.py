@@ -7,9 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from checkpoint.small_runs import USER, SmallRun
 from checkpoint.small_servers import Servers
+from contracts.tables import LinkingTieredTable
 from train.tasks import Clicks
 
+from monolith.checkpoint import TablesPart
 from monolith.runtime import Trainer
 from monolith.train import KeepConfig, RestoreConfig, TrainConfig
 from monolith.train.hooks import SaveConfig
@@ -50,8 +54,9 @@ def files_below(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The files of two runs: one with increments and filters, and one that starts from it."""
-    first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
+    """The files of three runs: one with increments and filters, one that starts from it, and one with tiered
+    tables."""
+    first, second, third = (tmp_path_factory.mktemp(name) for name in ("first", "second", "third"))
     task = Clicks(batches=12, threshold=1)
     config = TrainConfig(
         model_dir=str(first),
@@ -65,18 +70,27 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     Trainer(task, replace(config, restore=back, max_steps=10)).train()
     warm = RestoreConfig(dir=str(first), reset_dense=True)
     Trainer(task, replace(config, model_dir=str(second), restore=warm, steps=4)).train()
-    return files_below(first) | files_below(second)
+    tiered = SmallRun(third, kind=LinkingTieredTable)
+    tiered.train(*range(200))
+    tiered.save(1)
+    return files_below(first) | files_below(second) | files_below(third)
 
 
 @pytest.fixture(scope="module")
 def of_servers(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The tables in a full checkpoint and in an increment of two servers."""
+    """The tables in full checkpoints and in an increment of two servers."""
     folder = tmp_path_factory.mktemp("servers")
     servers = Servers(folder, 2, filters=True)
     servers.train(1, 2, 3, 4)
     servers.save(1)
     servers.train(1, 2)
     servers.save(2)
+    for k in range(2):
+        table = LinkingTieredTable(USER)
+        table.assign(torch.arange(k, 400, 2), torch.ones(200, 2))
+        snapshot = TablesPart({"user": table}, shard=(k, 2)).snapshot(3)
+        snapshot.write(str(folder / "model.ckpt-3"), full=True)
+        snapshot.close(saved=True)
     return {file for file in files_below(folder) if ".assets/" in file}
 
 

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from monolith.filesystem import (
     is_folder,
     is_temporary,
     join,
+    link_or_copy,
     list_files,
     make_dirs,
     read_bytes,
@@ -110,6 +112,42 @@ def test_a_copy_crosses_filesystems(tmp_path):
     copy_file(tmp_path / "a", "memory://crossing/a")
     copy_file("memory://crossing/a", tmp_path / "b")
     assert (tmp_path / "b").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_file_gets_a_second_name_that_outlives_the_first(tmp_path, durable):
+    source = make_file(str(tmp_path / "a"), b"1")
+    make_file(str(tmp_path / "b"), b"old")
+    assert link_or_copy(source, tmp_path / "b", durable=durable)
+    assert (tmp_path / "b").samefile(source)
+    (tmp_path / "a").unlink()
+    assert (tmp_path / "b").read_bytes() == b"1"
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_where_there_can_be_no_link_there_is_a_copy(tmp_path, monkeypatch):
+    def refused(_source, _target):
+        raise OSError(errno.EXDEV, "no")
+
+    make_file(str(tmp_path / "a"), b"1")
+    assert not link_or_copy(tmp_path / "a", "memory://linking/a")
+    assert not link_or_copy("memory://linking/a", tmp_path / "b")
+    monkeypatch.setattr(os, "link", refused)
+    assert not link_or_copy(tmp_path / "b", tmp_path / "c")
+    assert (tmp_path / "c").read_bytes() == b"1"
+    assert not (tmp_path / "c").samefile(tmp_path / "b")
+
+
+def test_a_link_that_fails_leaves_nothing(tmp_path):
+    source = make_file(str(tmp_path / "a"), b"1")
+    with pytest.raises(FileMissingError, match="missing"):
+        link_or_copy(tmp_path / "missing", tmp_path / "b")
+    with pytest.raises(FileMissingError, match="make its folder first"):
+        link_or_copy(source, tmp_path / "no" / "b")
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    with pytest.raises(FilesystemError, match=r"link .*a to .*folder"):
+        link_or_copy(source, tmp_path / "folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "folder"]
 
 
 @pytest.mark.parametrize("max_workers", [1, 2])

@@ -390,7 +390,7 @@ class TablesSnapshot:
             basename = table_basename(folder, name)
             watchers = [] if shard == WHOLE else [_only(name, shard)]
             if full:
-                tables[name] = self._write_full(_Watched(one, *watchers), basename, slots)
+                tables[name] = self._write_full(one, basename, [slots, *watchers])
             else:
                 tables[name] = self._write_changes(_Watched(one, *watchers), basename)
         for name, admission in self._filters.items():
@@ -403,7 +403,13 @@ class TablesSnapshot:
             entry["slots"] = met
         return entry
 
-    def _write_full(self, snapshot: TableSnapshot, basename: str, slots: _Slots) -> Entry:
+    def _write_full(
+        self, snapshot: TableSnapshot, basename: str, watchers: Sequence[Callable[[Tensor], None]]
+    ) -> Entry:
+        def written(ids: Tensor) -> None:
+            for watch in watchers:
+                watch(ids)
+
         done = dump_snapshot(
             snapshot,
             basename,
@@ -412,7 +418,7 @@ class TablesSnapshot:
             stamp=self._stamp,
             resume=True,
             progress=self._progress,
-            written=slots,
+            written=written,
         )
         return {
             "kind": "full",

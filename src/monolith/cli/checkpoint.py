@@ -317,7 +317,8 @@ def contents_table(tables: Iterable[TableContents], *, details: bool) -> Table:
             holds = f"{one.changed or 0:,} changed, {one.removed or 0:,} removed"
             holds += ", cleared first" if one.cleared else ""
             holds += "".join(f", ps-{share} cleared first" for share in one.cleared_shares)
-        files = str(one.shards) if one.shares == 1 else f"{one.shards} of {one.shares} servers"
+        files = str(one.shards) + (f" + {one.linked} linked" if one.linked else "")
+        files += "" if one.shares == 1 else f" of {one.shares} servers"
         newest = "" if one.newest_event_time is None else at_time(one.newest_event_time)
         shown.add_row(one.name, f"{one.rows:,}", holds, files, decimal(one.bytes), newest, one.layout)
     return shown

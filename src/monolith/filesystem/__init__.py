@@ -4,7 +4,7 @@ A path is a string: `/data/x`, `runs/x`, or any URL fsspec knows (`hdfs://`, `s3
 `gs://`, `memory://`). Every failure is a `FilesystemError` that names the path.
 """
 
-from monolith.filesystem.copying import copy_file, copy_tree
+from monolith.filesystem.copying import copy_file, copy_tree, link_or_copy
 from monolith.filesystem.files import (
     FileReserve,
     atomic_write,
@@ -53,6 +53,7 @@ __all__ = [
     "is_remote",
     "is_temporary",
     "join",
+    "link_or_copy",
     "list_files",
     "list_folders",
     "make_dirs",

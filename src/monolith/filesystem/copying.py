@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 
 from monolith.errors import ConfigError, FileMissingError, FilesystemError
-from monolith.filesystem.backends import Backend, errors_as, locate
+from monolith.filesystem.backends import Backend, LocalBackend, errors_as, filesystem_error, locate
 from monolith.filesystem.files import (
     atomic_write,
     exists,
@@ -77,6 +77,48 @@ def copy_file(
             shutil.copyfileobj(reading, writing, _CHUNK_BYTES)
         return True
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def link_or_copy(source: AnyPath, target: AnyPath, *, durable: bool = True) -> bool:
+    """Give a file that will never change a second name, or copy it if there can be none.
+
+    There can be one on the same local filesystem. Both names are equal: removing one leaves the other.
+
+    Args:
+        durable: Whether both must survive a crash of the machine afterwards, if they are on a local disk.
+
+    Returns:
+        Whether it is a second name, and not a copy.
+
+    Raises:
+        FileMissingError: There is no `source`, or no folder for `target`.
+        FilesystemError: `target` cannot be written.
+    """
+    old, inner = locate(source)
+    new, outer = locate(target)
+    if isinstance(old, LocalBackend) and isinstance(new, LocalBackend):
+        unfinished = temporary(outer)
+        try:
+            os.link(inner, unfinished)
+        except OSError as cause:
+            if isinstance(cause, FileNotFoundError):
+                raise filesystem_error(f"link {os.fspath(source)} to", target, cause) from cause
+        else:
+            try:
+                with errors_as(f"link {os.fspath(source)} to", target):
+                    if durable:
+                        with new.open_read(unfinished) as file:
+                            os.fsync(file.fileno())
+                        new.rename(unfinished, outer)
+                    else:
+                        os.replace(unfinished, outer)  # noqa: PTH105
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    new.remove_file(unfinished)
+                raise
+            return True
+    copy_file(source, target, skip_missing=False, max_retries=0)
+    return False
 
 
 def copy_tree(

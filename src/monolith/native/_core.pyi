@@ -664,6 +664,11 @@ class TableGroup:
 class ColdDamageError(ValueError):
     """A cold file makes no sense: (path, offset, reason)."""
 
+def first_bad_block(blocks: object, block_bytes: int, stamp: int, number: int) -> int:
+    """
+    Of blocks of a cold file, from block `number` on, the index of the first that is not as it was written; -1 if all are.
+    """
+
 class BlockReader:
     """Threads that read blocks of files; tables may share them."""
 
@@ -813,7 +818,7 @@ class TieredTable:
 
     def digests(self, buckets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], number: int, total: int, sums: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu')]) -> None: ...
 
-    def scan_cold(self, cursor: int, last: int, limit: int, of_snapshot: bool, changed_only: bool) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], int | None]: ...
+    def scan_cold(self, cursor: int, last: int, limit: int, of_snapshot: bool, changed_only: bool, unlinked: bool) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], int | None]: ...
 
     def track_changes(self, on: bool) -> None: ...
 
@@ -821,6 +826,20 @@ class TieredTable:
         """Returns how many cold rows there are."""
 
     def close_snapshot(self, saved: bool) -> None: ...
+
+    def links(self) -> list[tuple[str, int, int, NDArray[numpy.uint8]]]:
+        """
+        Files that a checkpoint of the open snapshot may link to: path, rows, those in the snapshot, and a bit for each row. `scan_cold` leaves these rows out if `unlinked`.
+        """
+
+    def adopt(self, path: str, alive: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+        """
+        Take over the rows of a file in this table's folder that have a bit; returns how many.
+        """
+
+    @property
+    def adopted(self) -> int:
+        """Rows of adopted files, since the table was made."""
 
     def stats(self) -> ColdStats: ...
 

@@ -111,6 +111,8 @@ class DictTable:
                 [0., 0.]])
     """
 
+    cold: None = None
+
     def __init__(
         self,
         config: TableConfig,
@@ -578,6 +580,8 @@ class DictTable:
 
 class DictTableSnapshot:
     """A `TableSnapshot` that is a copy. What changed is what differs from the copy before."""
+
+    cold: None = None
 
     def __init__(
         self,

@@ -12,6 +12,8 @@ them, renames the manifest into place, and only then removes the old shards. Wha
 fails or is killed before that rename leaves the old dump to be loaded; after it, the
 new one. A shard of another dump under the right name is refused.
 
+Rows of a tiered table that are in files are not written: the dump has links to these files, see `cold_files`.
+
 One dump at a time may write to a basename.
 """
 
@@ -25,15 +27,32 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from monolith import filesystem, native
-from monolith.errors import CorruptFileError, FilesystemError, RestoreError, TableArgumentError
+from monolith.errors import (
+    CorruptFileError,
+    FileMissingError,
+    FilesystemError,
+    RestoreError,
+    TableArgumentError,
+)
 from monolith.front_door import module_when_used
+from monolith.table.cold_files import (
+    ColdFile,
+    LinkableFile,
+    LinkedRows,
+    StoredValues,
+    link_names,
+    stored_values,
+    write_link,
+)
 from monolith.table.compressors import inexact_as_bfloat16
 from monolith.table.config import TableConfig
+from monolith.table.hashing import unmix
 from monolith.table.shard_files import (
     Description,
     RowLayout,
@@ -44,13 +63,14 @@ from monolith.table.shard_files import (
     write_shard,
 )
 from monolith.table.sharded_files import StopTogether, find_sharded, in_parallel, parse, sharded_names
-from monolith.table.table import Rows, Table, TableSnapshot, iterate
+from monolith.table.table import Rows, Scan, Table, TableSnapshot, iterate
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from monolith.observe import Progress
+    from monolith.table.tiered_table import TieredTable
 else:
     torch = module_when_used("torch")
 
@@ -61,8 +81,9 @@ as unsigned numbers, `shard` modulo `num_shards`."""
 _ROWS_PER_SHARD = 1_000_000
 _IDS_ONLY = RowLayout((SegmentLayout(dim=0, state_dim=0, optimizer="none", compressor="none"),))
 _MANIFEST_VERSION = 1
+_LINKING_VERSION = 2  # of a manifest of a dump with linked files, which earlier programs must refuse
 _MANIFEST_LIMIT = 64 << 20
-_GENERATION = re.compile(r"\.([0-9a-f]{16})(?=-\d{5}-of-\d{5}(-tmp-[0-9a-f]{12})?$)")
+_GENERATION = re.compile(r"\.([0-9a-f]{16})(?=(\.cold|\.alive)?-\d{5}-of-\d{5}(-tmp-[0-9a-f]{12})?$)")
 
 _log = logging.getLogger(__name__)
 
@@ -74,11 +95,14 @@ class DumpReport:
     rows: int
     """In all its files, those kept by `resume` included."""
     bytes: int
+    """Of all its files. A link takes none as long as the table has the file, too."""
     expired: int
     """Rows left out because they had expired; unknown for files of an older dump."""
     files: tuple[str, ...]
     skipped: int
     """Files that `resume` found complete and kept."""
+    linked_rows: int = 0
+    """Of the rows, those in files that were linked, or copied where there can be no link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +128,13 @@ class LoadReport:
     """Rows that were not to be kept."""
     refused: int
     """Rows refused because the table had no free memory."""
+    adopted: int = 0
+    """Rows that a tiered table took over with the files that they are in, without reading them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DumpManifest:
-    """Which shards make up the dump at a basename."""
+    """Which files make up the dump at a basename."""
 
     table: str
     dump: str
@@ -117,6 +143,10 @@ class DumpManifest:
     """Of each shard."""
     bytes: tuple[int, ...]
     version: int = _MANIFEST_VERSION
+    linked_rows: tuple[int, ...] = ()
+    """Of each linked file, those of the dump."""
+    linked_bytes: tuple[int, ...] = ()
+    """Of each linked file, with the file that says which rows are of the dump."""
 
 
 def default_num_shards(rows: int) -> int:
@@ -173,8 +203,8 @@ def dump(
         return _write(
             basename,
             wanted,
-            lambda shard, limit: iterate(table, limit=limit, shard=shard, num_shards=total),
-            live=_unexpired(table.config, options.get("expire_at")),
+            _Source(lambda shard, limit: iterate(table, limit=limit, shard=shard, num_shards=total)),
+            expired=_expired_at(table.config, options.get("expire_at")),
             workers=options.get("workers", 4),
             resume=resume,
             progress=options.get("progress"),
@@ -190,23 +220,30 @@ def dump_snapshot(
 ) -> DumpReport:
     """Write all rows of a snapshot to `basename`, as `dump` does those of a table.
 
+    Files with rows of a tiered table are linked, and these rows are not read; where there can be no link, on
+    another filesystem, the files are copied.
+
     Args:
         written: Called with the ids of all rows of the dump, including those of reused files; by several
             threads at once.
     """
-    num_shards = options.get("num_shards")
-    total = default_num_shards(len(snapshot)) if num_shards is None else num_shards
+    num_shards, cold = options.get("num_shards"), snapshot.cold
+    files = () if cold is None else cold.files
+    others = len(snapshot) - sum(file.alive_rows for file in files)
+    total = default_num_shards(others) if num_shards is None else num_shards
+    scan = snapshot.scan if cold is None else cold.scan_others
+    wanted = _description(
+        snapshot.config, RowLayout.of(snapshot.config), total, options.get("stamp", ""), snapshot.scales
+    )
     return _write(
         basename,
-        _description(
-            snapshot.config,
-            RowLayout.of(snapshot.config),
-            total,
-            options.get("stamp", ""),
-            snapshot.scales,
+        replace(wanted, linked=_checksum(files)),
+        _Source(
+            lambda shard, limit: _scanned(scan, limit, shard=shard, num_shards=total),
+            files,
+            stored_values(snapshot.config),
         ),
-        lambda shard, limit: _scanned(snapshot, shard, total, limit, changed_only=False),
-        live=_unexpired(snapshot.config, options.get("expire_at")),
+        expired=_expired_at(snapshot.config, options.get("expire_at")),
         workers=options.get("workers", 4),
         resume=options.get("resume", False),
         progress=options.get("progress"),
@@ -239,8 +276,8 @@ def dump_changes(
     changed = _write(
         basename,
         _description(config, RowLayout.of(config), 1, stamp, snapshot.scales),
-        lambda shard, limit: _scanned(snapshot, shard, 1, limit, changed_only=True),
-        live=None,
+        _Source(lambda _shard, limit: _scanned(snapshot.scan, limit, changed_only=True)),
+        expired=None,
         workers=workers,
         resume=resume,
         progress=progress,
@@ -256,8 +293,8 @@ def dump_changes(
     gone = _write(
         removed_basename(basename),
         _description(config, _IDS_ONLY, 1, stamp, ()),
-        ids,
-        live=None,
+        _Source(ids),
+        expired=None,
         workers=1,
         resume=resume,
         progress=None,
@@ -283,9 +320,9 @@ def dump_rows(
     """
     return _write(
         basename,
-        replace(like, shard=0, num_shards=num_shards, dump=secrets.token_hex(8), stamp=""),
-        scan,
-        live=None,
+        replace(like, shard=0, num_shards=num_shards, dump=secrets.token_hex(8), stamp="", linked=""),
+        _Source(scan),
+        expired=None,
         workers=workers,
         resume=False,
         progress=progress,
@@ -306,37 +343,55 @@ def _description(
     )
 
 
-def _scanned(
-    snapshot: TableSnapshot, shard: int, num_shards: int, limit: int, *, changed_only: bool
-) -> Iterator[Rows]:
+class _Source(NamedTuple):
+    """Where the rows of a dump come from."""
+
+    scan: Callable[[int, int], Iterator[Rows]]
+    """Given a shard and a number of rows, yields the rows of that shard in the order of their hashes."""
+    files: Sequence[LinkableFile] = ()
+    """Files with all other rows."""
+    values: StoredValues = "float32"
+
+
+def _scanned(scan: Callable[..., Scan], limit: int, **which: int) -> Iterator[Rows]:
     cursor: int | None = None
     while True:
-        scan = snapshot.scan(
-            cursor, limit=limit, shard=shard, num_shards=num_shards, changed_only=changed_only
-        )
-        if len(scan.rows):
-            yield scan.rows
-        if scan.cursor is None:
+        found = scan(cursor, limit=limit, **which)
+        if len(found.rows):
+            yield found.rows
+        if found.cursor is None:
             return
-        cursor = scan.cursor
+        cursor = found.cursor
 
 
-def _unexpired(config: TableConfig, now: int | None) -> Callable[[Rows], Rows] | None:
-    return None if now is None else lambda rows: without_expired(rows, config, now)
+_Expired: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]]
+"""Which ids have expired, given their event times."""
+
+
+def _expired_at(config: TableConfig, now: int | None) -> _Expired | None:
+    return None if now is None else lambda ids, times: config.expiry.expired(ids, times, now)
+
+
+def _checksum(files: Sequence[LinkableFile]) -> str:
+    """Return a checksum of which rows of which files are linked; empty if none are."""
+    crc = 0
+    for file in files:
+        crc = native.crc32c(file.alive, native.crc32c(file.path.encode(), crc))
+    return f"{crc:08x}" if files else ""
 
 
 def _write(
     basename: str,
     wanted: Description,
-    scan: Callable[[int, int], Iterator[Rows]],
+    source: _Source,
     *,
-    live: Callable[[Rows], Rows] | None,
+    expired: _Expired | None,
     workers: int,
     resume: bool,
     progress: Progress | None,
     written: Callable[[Tensor], None] | None = None,
 ) -> DumpReport:
-    """Write a dump of `wanted.num_shards` shards; `scan(shard, limit)` yields the rows of one."""
+    """Write a dump of `wanted.num_shards` shards, and link to files with the other rows."""
     if resume and wanted.stamp == "":
         raise TableArgumentError("dump: resume needs a stamp, to know that the table is still the same")
     total = wanted.num_shards
@@ -353,12 +408,15 @@ def _write(
                 for rows in reader:
                     written(rows.ids)
     paths = sharded_names(f"{basename}.{wanted.dump}", total)
-    expired = [0] * total
+    links = link_names(f"{basename}.{wanted.dump}", len(source.files))
+    left_out = [0] * (total + len(links))
 
     def live_rows(shard: int) -> Iterator[Rows]:
-        for rows in scan(shard, rows_per_block(wanted.layout)):
-            kept_rows = rows if live is None else live(rows)
-            expired[shard] += len(rows) - len(kept_rows)
+        for rows in source.scan(shard, rows_per_block(wanted.layout)):
+            kept_rows = rows
+            if expired is not None:
+                kept_rows = rows.keep(torch.from_numpy(~expired(rows.ids.numpy(), rows.event_times.numpy())))
+            left_out[shard] += len(rows) - len(kept_rows)
             if len(kept_rows):
                 if written is not None:
                     written(kept_rows.ids)
@@ -369,8 +427,34 @@ def _write(
     def write(shard: int, stop: StopTogether) -> ShardInfo:
         return write_shard(paths[shard], replace(wanted, shard=shard), stop.chunks(live_rows(shard)))
 
+    def link(number: int, stop: StopTogether) -> tuple[int, int]:
+        """Link to a file, and return the rows and bytes of that."""
+        (path, alive_path), linkable = links[number], source.files[number]
+        file = ColdFile(linkable.path)
+        alive = np.unpackbits(linkable.alive, count=file.rows, bitorder="little").view(np.bool_)
+        newest = 0
+        for first, hashes, times in stop.chunks(file.heads()):
+            mine, ids = alive[first : first + len(hashes)], unmix(hashes)
+            if expired is not None:
+                mine &= ~expired(ids, times.astype(np.int64))
+            if written is not None:
+                written(torch.from_numpy(ids[mine]))
+            newest = max(newest, int(times[mine].max(initial=0)))
+        rows = int(alive.sum())
+        left_out[total + number] = linkable.alive_rows - rows
+        # A dump's name is its own: with it, a file of this size is whole. Copies need not be made twice.
+        if not (kept and filesystem.exists(path) and filesystem.file_size(path) == file.bytes):
+            filesystem.link_or_copy(linkable.path, path)
+        described = replace(wanted, shard=number, num_shards=len(links))
+        bits = np.packbits(alive, bitorder="little")
+        size = write_link(alive_path, described, source.values, file, bits, newest)
+        if progress is not None:
+            progress.advance(linkable.alive_rows)
+        return rows, file.bytes + size
+
     missing = [shard for shard in range(total) if shard not in kept]
     try:
+        linked = in_parallel(link, range(len(links)), workers)
         done = kept | dict(zip(missing, in_parallel(write, missing, workers), strict=True))
         shards = [done[shard] for shard in range(total)]
         manifest = DumpManifest(
@@ -379,6 +463,9 @@ def _write(
             stamp=wanted.stamp,
             rows=tuple(shard.rows for shard in shards),
             bytes=tuple(shard.bytes for shard in shards),
+            version=_LINKING_VERSION if links else _MANIFEST_VERSION,
+            linked_rows=tuple(rows for rows, _ in linked),
+            linked_bytes=tuple(size for _, size in linked),
         )
         # The commit point: before this rename the old dump is the current one, after it the new one.
         _write_manifest(basename, manifest)
@@ -390,11 +477,12 @@ def _write(
     # Only now: a crash in between leaves files that no manifest lists, which the next dump removes.
     _remove_generations(basename, lambda name: name != wanted.dump)
     return DumpReport(
-        rows=sum(manifest.rows),
-        bytes=sum(manifest.bytes),
-        expired=sum(expired),
-        files=tuple(paths),
+        rows=sum(manifest.rows + manifest.linked_rows),
+        bytes=sum(manifest.bytes + manifest.linked_bytes),
+        expired=sum(left_out),
+        files=(*paths, *(path for pair in links for path in pair)),
         skipped=len(kept),
+        linked_rows=sum(manifest.linked_rows),
     )
 
 
@@ -460,6 +548,7 @@ def _load(
     config = table.config
     basename, manifest = _find(basename, config)
     paths = _shard_paths(basename, manifest)
+    names = link_names(f"{basename}.{manifest.dump}", len(manifest.linked_rows))
 
     def check(shard: int, stop: StopTogether) -> ShardInfo:
         with ShardReader(paths[shard]) as reader:
@@ -469,8 +558,16 @@ def _load(
                     pass
             return reader.info
 
+    def check_link(number: int, stop: StopTogether) -> LinkedRows:
+        found = _linked(names[number], manifest, number)
+        if verify_first:
+            for _ in stop.chunks(found.verified()):
+                pass
+        return found
+
     # First pass: nothing of the table has changed yet, so every error found here costs nothing.
     shards = in_parallel(check, range(len(paths)), workers)
+    links = in_parallel(check_link, range(len(names)), workers)
     other = refit and any(
         [segment.dim for segment in shard.description.layout.segments]
         != [segment.dim for segment in config.segments]
@@ -478,42 +575,75 @@ def _load(
     )
     with_state = not other and all(_takes_state(shard, config, optimizer_state) for shard in shards)
     chosen = kept_ids(keep)
-    skipped, rounded = [0] * len(paths), [0] * len(paths)
+    files = len(paths) + len(links)
+    skipped, rounded = [0] * files, [0] * files
+    has = shards[0].description.layout
+
+    def adopt(cold: TieredTable, number: int) -> int:
+        """Have the table take over a linked file; 0 if fewer than half of its rows are to be loaded."""
+        link = links[number]
+        alive, rows = link.alive, link.info.rows
+        if chosen is not None:
+            wanted = np.zeros(link.file.rows, np.bool_)
+            for first, ids, mine in link.ids():
+                wanted[first : first + len(ids)] = mine & chosen(torch.from_numpy(ids)).numpy()
+            alive, rows = np.packbits(wanted, bitorder="little"), int(wanted.sum())
+        if not rows or 2 * rows < link.file.rows:
+            return 0
+        cold.adopt(link.info.path, alive)
+        skipped[len(paths) + number] = link.info.rows - rows
+        if progress is not None:
+            progress.advance(link.info.rows)
+        return rows
 
     # Second pass. Files are checked again as they are read: they may have been replaced since.
-    def restore(shard: int, stop: StopTogether) -> None:
-        with ShardReader(paths[shard]) as reader:
-            _check_belongs(reader.info, manifest, shard)
-            for rows in stop.chunks(reader):
-                mine = rows if chosen is None else rows.keep(chosen(rows.ids))
-                skipped[shard] += len(rows) - len(mine)
-                if len(mine) and other:
-                    mine = _refitted(mine, reader.info.description.layout, config)
-                if config.stores_bfloat16:
-                    rounded[shard] += int(inexact_as_bfloat16(mine.values.numpy()).sum())
-                if len(mine):
-                    table.restore(mine if with_state else without_state(mine))
-                if progress is not None:
-                    progress.advance(len(rows))
+    def restore(number: int, stop: StopTogether) -> None:
+        if number >= len(paths):
+            restore_rows(number, stop.chunks(links[number - len(paths)]))
+            return
+        with ShardReader(paths[number]) as reader:
+            _check_belongs(reader.info, manifest, number)
+            restore_rows(number, stop.chunks(reader))
+
+    def restore_rows(number: int, found: Iterator[Rows]) -> None:
+        for rows in found:
+            mine = rows if chosen is None else rows.keep(chosen(rows.ids))
+            skipped[number] += len(rows) - len(mine)
+            if len(mine) and other:
+                mine = _refitted(mine, has, config)
+            if config.stores_bfloat16:
+                rounded[number] += int(inexact_as_bfloat16(mine.values.numpy()).sum())
+            if len(mine):
+                table.restore(mine if with_state else without_state(mine))
+            if progress is not None:
+                progress.advance(len(rows))
 
     before = table.stats().refused
-    with ready(sum(manifest.rows) // (keep[1] if isinstance(keep, tuple) else 1)):
+    with ready(sum(manifest.rows + manifest.linked_rows) // (keep[1] if isinstance(keep, tuple) else 1)):
         _restore_scales(table, shards[0].description)
-        in_parallel(restore, range(len(paths)), workers)
+        # A file is taken over as it is, if the table has no row yet that could be in it.
+        cold = table.cold if len(table) == 0 and (with_state or has.state_dim == 0) and not other else None
+        adopted = {
+            len(paths) + number: adopt(cold, number)
+            for number, link in enumerate(links)
+            if cold is not None and link.values == cold.stored_values
+        }
+        in_parallel(restore, [number for number in range(files) if not adopted.get(number)], workers)
     if sum(rounded):
         _log.warning(
             "table %r stores embeddings as bfloat16: of %s restored rows, %s had float32 values that were "
             "rounded to the nearest",
             config.name,
-            f"{sum(manifest.rows) - sum(skipped):,}",
+            f"{sum(manifest.rows + manifest.linked_rows) - sum(skipped):,}",
             f"{sum(rounded):,}",
         )
     return LoadReport(
-        rows=sum(manifest.rows) - sum(skipped),
-        bytes=sum(manifest.bytes),
-        files=tuple(paths),
+        rows=sum(manifest.rows + manifest.linked_rows) - sum(skipped),
+        bytes=sum(manifest.bytes + manifest.linked_bytes),
+        files=(*paths, *(path for pair in names for path in pair)),
         skipped=sum(skipped),
         refused=table.stats().refused - before,
+        adopted=sum(adopted.values()),
     )
 
 
@@ -547,7 +677,7 @@ def load_changes(
 def inspect_dump(
     basename: str, *, verify: bool = False, workers: int = 4, progress: Progress | None = None
 ) -> list[ShardInfo]:
-    """Return the shards of a dump, in order, if they are complete and of one dump.
+    """Return the shards of a dump, in order, then its linked files, if they are complete and of one dump.
 
     Args:
         verify: Whether every byte is read, and not only what the files say of themselves.
@@ -560,16 +690,33 @@ def inspect_dump(
     """
     manifest = read_dump_manifest(basename)
     paths = _shard_paths(basename, manifest)
+    names = link_names(f"{basename}.{manifest.dump}", len(manifest.linked_rows))
 
     def check(shard: int, stop: StopTogether) -> ShardInfo:
         with ShardReader(paths[shard]) as reader:
             _check_belongs(reader.info, manifest, shard)
-            for rows in stop.chunks(reader) if verify else ():
-                if progress is not None:
-                    progress.advance(len(rows))
+            read(stop.chunks(reader))
             return reader.info
 
-    return in_parallel(check, range(len(paths)), workers)
+    def check_link(number: int, stop: StopTogether) -> ShardInfo:
+        found = _linked(names[number], manifest, number)
+        read(stop.chunks(found.verified()))
+        return found.info
+
+    def read(source: Iterator[Rows]) -> None:
+        for rows in source if verify else ():
+            if progress is not None:
+                progress.advance(len(rows))
+
+    shards = in_parallel(check, range(len(paths)), workers)
+    return shards + in_parallel(check_link, range(len(names)), workers)
+
+
+def linked_rows(basename: str) -> list[LinkedRows]:
+    """Return the linked files of a dump; raises as `inspect_dump` does."""
+    manifest = read_dump_manifest(basename)
+    names = link_names(f"{basename}.{manifest.dump}", len(manifest.linked_rows))
+    return [_linked(pair, manifest, number) for number, pair in enumerate(names)]
 
 
 def remove_dump(basename: str) -> None:
@@ -622,9 +769,12 @@ def read_dump_manifest(basename: str) -> DumpManifest:
         raise CorruptFileError(path, len(body), "the checksum in its last line does not match its content")
     try:
         found = json.loads(body)
-        if found["version"] != _MANIFEST_VERSION:
-            raise ValueError(f"version {found['version']}, this program reads {_MANIFEST_VERSION}")
-        return DumpManifest(**(found | {"rows": tuple(found["rows"]), "bytes": tuple(found["bytes"])}))
+        if found["version"] not in (_MANIFEST_VERSION, _LINKING_VERSION):
+            raise ValueError(f"version {found['version']}, this program reads {_LINKING_VERSION}")
+        lists = {
+            name: tuple(found.get(name, ())) for name in ("rows", "bytes", "linked_rows", "linked_bytes")
+        }
+        return DumpManifest(**(found | lists))
     except (ValueError, TypeError, KeyError) as cause:
         raise CorruptFileError(path, 0, f"the manifest is malformed: {cause}") from cause
 
@@ -673,13 +823,27 @@ def _find(basename: str, config: TableConfig) -> tuple[str, DumpManifest]:
 
 def _check_belongs(found: ShardInfo, manifest: DumpManifest, shard: int) -> None:
     description = found.description
+    rows, size = manifest.rows, manifest.bytes
+    if found.linked:
+        rows, size = manifest.linked_rows, manifest.linked_bytes
     seen = (description.dump, description.shard, description.num_shards, found.rows, found.bytes)
-    expected = (manifest.dump, shard, len(manifest.rows), manifest.rows[shard], manifest.bytes[shard])
+    expected = (manifest.dump, shard, len(rows), rows[shard], size[shard])
     if seen != expected:
         raise RestoreError(
             f"{found.path} is not the file that was dumped: (dump, shard, shards, rows, bytes) are {seen}, "
             f"the manifest says {expected}. Restore the files as they were written, or use another dump."
         )
+
+
+def _linked(names: tuple[str, str], manifest: DumpManifest, number: int) -> LinkedRows:
+    try:
+        found = LinkedRows(*names)
+    except FileMissingError as cause:
+        raise RestoreError(
+            f"a file of a dump is missing: {cause} Copy it here, or restore from another dump."
+        ) from cause
+    _check_belongs(found.info, manifest, number)
+    return found
 
 
 def _takes_state(found: ShardInfo, config: TableConfig, optimizer_state: str) -> bool:
@@ -742,7 +906,10 @@ def kept_ids(keep: Keep | None) -> Callable[[Tensor], Tensor] | None:
 
 
 def _write_manifest(basename: str, manifest: DumpManifest) -> None:
-    body = json.dumps(asdict(manifest), sort_keys=True).encode()
+    found = asdict(manifest)
+    if not manifest.linked_rows:  # as before there were any
+        del found["linked_rows"], found["linked_bytes"]
+    body = json.dumps(found, sort_keys=True).encode()
     with filesystem.atomic_write(_manifest_path(basename)) as file:
         file.write(b"%s\n%08x\n" % (body, native.crc32c(body)))
 

@@ -65,6 +65,8 @@ class NativeTable:
                 [ 0.0000,  0.0000]]))
     """
 
+    cold: None = None
+
     def __init__(
         self,
         config: TableConfig,
@@ -311,6 +313,8 @@ class NativeTable:
 
 class NativeTableSnapshot:
     """A `TableSnapshot` in the core. It keeps the core of its table alive."""
+
+    cold: None = None
 
     def __init__(self, table: NativeTable) -> None:
         self._config = table.config

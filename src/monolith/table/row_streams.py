@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from monolith.errors import CorruptFileError, RestoreError
 from monolith.front_door import module_when_used
-from monolith.table.dumps import inspect_dump, kept_ids, removed_ids
+from monolith.table.cold_files import in_order_of_hashes
+from monolith.table.dumps import inspect_dump, kept_ids, linked_rows, removed_ids
 from monolith.table.hashing import mix, mix_one
 from monolith.table.shard_files import Description, ShardInfo, ShardReader
 from monolith.table.table import Rows
@@ -153,7 +154,17 @@ def in_chunks(source: Iterable[Rows], limit: int) -> Iterator[Rows]:
 
 
 def _dumped(basename: str, begin: int, end: int) -> Iterator[_Block]:
-    for info in inspect_dump(basename):
+    files = inspect_dump(basename)
+    shards = _of_shards([info for info in files if not info.linked], begin, end)
+    if not files[-1].linked:
+        yield from shards
+        return
+    for found in in_order_of_hashes(linked_rows(basename), begin, end, shards):
+        yield _Block(*found)
+
+
+def _of_shards(shards: Iterable[ShardInfo], begin: int, end: int) -> Iterator[_Block]:
+    for info in shards:
         first, beyond = shard_range(info.description.shard, info.description.num_shards)
         if begin < beyond and first < end:
             yield from _of_shard(info, begin, end)

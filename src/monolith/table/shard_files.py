@@ -115,9 +115,14 @@ class Description:
     """The caller's name for the moment that was dumped."""
     scales: tuple[float, ...]
     """One per segment: how steep a one_bit segment had become."""
+    linked: str = ""
+    """The checksum of which rows are in linked files, and so in no shard; empty without such files."""
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), sort_keys=True, allow_nan=False).encode()
+        found = asdict(self)
+        if not self.linked:  # as before there were any
+            del found["linked"]
+        return json.dumps(found, sort_keys=True, allow_nan=False).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Description:
@@ -132,7 +137,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """One shard file: what it says of itself, and how much it holds."""
+    """One file of a dump: what it says of itself, and how much it holds."""
 
     path: str
     description: Description
@@ -140,6 +145,8 @@ class ShardInfo:
     blocks: int
     bytes: int
     max_event_time: int
+    linked: bool = False
+    """Whether it is not a shard file, but one of a tiered table that a dump links to; see `cold_files`."""
 
 
 def rows_per_block(layout: RowLayout) -> int:
@@ -232,7 +239,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         trailer = self._sealed(at, _TRAILER.size, _TRAILER_MAGIC, "trailer")
         _, rows, blocks, index_at, newest, index_crc, description_crc = _TRAILER.unpack(trailer)
         index_bytes = blocks * _INDEX.itemsize
-        if index_at < _ALIGN or index_at + _padded(index_bytes) != at:
+        if index_at < _ALIGN or index_at + padded(index_bytes) != at:
             raise self._corrupt(at, f"an index of {blocks} blocks at {index_at} does not end at the trailer")
         raw = self._read(index_at, at - index_at)
         if native.crc32c(raw) != index_crc:
@@ -290,21 +297,12 @@ class ShardReader(AbstractContextManager["ShardReader"]):
             count = rows * (1 if width is None else width)
             column = np.frombuffer(payload, dtype, count, at)
             columns.append(column if width is None else column.reshape(rows, width))
-            at += _padded(column.nbytes)
+            at += padded(column.nbytes)
         columns[1] = columns[1].astype(np.int64)
         return Rows(*map(torch.from_numpy, columns))
 
-    def _sealed(self, at: int, size: int, magic: bytes, what: str) -> bytearray:
-        """Read a fixed part: it begins with its magic and ends with the CRC of what is before."""
-        part = self._read(at, size)
-        if not part.startswith(magic):
-            raise self._corrupt(
-                at, f"no {what} here: it begins with {bytes(part[:8])!r} instead of {magic!r}"
-            )
-        if native.crc32c(memoryview(part)[: -_CRC.size]) != _CRC.unpack_from(part, size - _CRC.size)[0]:
-            raise self._corrupt(at, f"the {what} does not match its checksum")
-        _CRC.pack_into(part, size - _CRC.size, 0)
-        return part
+    def _sealed(self, at: int, size: int, magic: bytes, what: str) -> bytes:
+        return sealed(self._path, at, self._read(at, size), magic, what)
 
     def _read(self, at: int, size: int) -> bytearray:
         """Read exactly `size` bytes, a number that was checked against the size of the file."""
@@ -325,9 +323,9 @@ class ShardReader(AbstractContextManager["ShardReader"]):
 
 def _write(file: BinaryIO, path: str, description: Description, chunks: Iterable[Rows]) -> ShardInfo:
     text = description.to_json()
-    text = text.ljust(_padded(_HEADER.size + len(text)) - _HEADER.size)
+    text = text.ljust(padded(_HEADER.size + len(text)) - _HEADER.size)
     text_crc = native.crc32c(text)
-    file.write(_seal(_HEADER.pack(_HEADER_MAGIC, VERSION, text_crc, len(text), 0)))
+    file.write(seal(_HEADER.pack(_HEADER_MAGIC, VERSION, text_crc, len(text), 0)))
     file.write(text)
     at = _HEADER.size + len(text)
     index: list[tuple[int, int, int]] = []
@@ -340,22 +338,22 @@ def _write(file: BinaryIO, path: str, description: Description, chunks: Iterable
         crc, length = 0, 0
         pieces: list[Any] = []
         for column in columns:
-            padding = bytes(_padded(column.nbytes) - column.nbytes)
+            padding = bytes(padded(column.nbytes) - column.nbytes)
             pieces += [column.data.cast("B") if column.size else b"", padding]
         for piece in pieces:
             crc = native.crc32c(piece, crc)
             length += len(piece)
-        file.write(_seal(_BLOCK.pack(_BLOCK_MAGIC, len(index), len(rows), length, crc)))
+        file.write(seal(_BLOCK.pack(_BLOCK_MAGIC, len(index), len(rows), length, crc)))
         for piece in pieces:
             file.write(piece)
         index.append((at, len(rows), crc))
         at += _BLOCK.size + length
     table = np.array(index, _INDEX).tobytes()
-    table = table.ljust(_padded(len(table)), b"\0")
+    table = table.ljust(padded(len(table)), b"\0")
     file.write(table)
     count = sum(rows for _, rows, _ in index)
     file.write(
-        _seal(_TRAILER.pack(_TRAILER_MAGIC, count, len(index), at, newest, native.crc32c(table), text_crc))
+        seal(_TRAILER.pack(_TRAILER_MAGIC, count, len(index), at, newest, native.crc32c(table), text_crc))
     )
     return ShardInfo(path, description, count, len(index), at + len(table) + _TRAILER.size, newest)
 
@@ -375,14 +373,27 @@ def _columns(rows: Rows, layout: RowLayout) -> list[NDArray[Any]]:
 
 
 def _payload_bytes(rows: int, layout: RowLayout) -> int:
-    return sum(_padded(rows * width) for width in (8, 4, 4 * layout.dim, 4 * layout.state_dim))
+    return sum(padded(rows * width) for width in (8, 4, 4 * layout.dim, 4 * layout.state_dim))
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
+def padded(size: int, unit: int = _ALIGN) -> int:
+    """Return the next multiple of `unit`."""
+    return -(-size // unit) * unit
 
 
-def _seal(part: bytes) -> bytes:
+def seal(part: bytes) -> bytes:
     """Put the CRC of a fixed part into its last four bytes."""
     body = part[: -_CRC.size]
     return body + _CRC.pack(native.crc32c(body))
+
+
+def sealed(path: str, at: int, part: bytes | bytearray, magic: bytes, what: str) -> bytes:
+    """Return a fixed part of a file without its CRC, if it begins with its magic and ends with that CRC."""
+    if not part.startswith(magic):
+        raise CorruptFileError(
+            path, at, f"no {what} here: it begins with {bytes(part[:8])!r} instead of {magic!r}"
+        )
+    body = bytes(part[: -_CRC.size])
+    if native.crc32c(body) != _CRC.unpack_from(part, len(body))[0]:
+        raise CorruptFileError(path, at, f"the {what} does not match its checksum")
+    return body + bytes(_CRC.size)

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
     from monolith.cuda.device import Device
     from monolith.table.arguments import UpdateOptions
+    from monolith.table.cold_files import ColdRows
     from monolith.table.config import TableConfig
+    from monolith.table.tiered_table import TieredTable
     from monolith.table.touched_keys import TouchedKeySet
 else:
     torch = module_when_used("torch")
@@ -203,6 +205,10 @@ class TableSnapshot(Protocol):
     def cleared(self) -> bool:
         """Whether the table was cleared since the snapshot before: all rows of that one were removed."""
 
+    @property
+    def cold(self) -> ColdRows | None:
+        """Rows in files that a dump may link to, instead of reading them; None if there are none."""
+
     def __len__(self) -> int:
         """Return the number of rows."""
 
@@ -265,6 +271,10 @@ class Table(Protocol):
     @property
     def cuda(self) -> Device | None:
         """The GPU that the rows are on, as kernels know it; None for rows in host memory."""
+
+    @property
+    def cold(self) -> TieredTable | None:
+        """The table itself if it can take over the files that a dump links to; see `TieredTable.adopt`."""
 
     def __len__(self) -> int:
         """Return the number of rows."""

@@ -11,9 +11,10 @@ row is read and kept for a while, since training is likely to write it next.
                             ^                                                     |
                             +------------- in a batch that is written ------------+
 
-What stays in memory for a cold row is 9 to 10 bytes of an index. Its files are in a folder of this process
-and are worth nothing without that index: a checkpoint reads the rows, and a restore writes them again. The
-files of a process that was killed are removed by the next table in the same `storage_dir`.
+What stays in memory for a cold row is 9 to 10 bytes of an index. Its files are in a folder of this process,
+which is removed when the table is closed, or by the next table in the same `storage_dir` if the process was
+killed. A checkpoint has links of its own to the files, and says which of their rows count: neither saving
+nor restoring reads cold rows. See `cold_files`.
 
 The core of it is in `native/src/tiered_table.h` and `cold_store.h`.
 """
@@ -27,9 +28,10 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Unpack
 
@@ -38,7 +40,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith import native
+from monolith import filesystem, native
 from monolith.errors import (
     ConfigError,
     CorruptFileError,
@@ -48,10 +50,12 @@ from monolith.errors import (
 )
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
+from monolith.table.cold_files import ColdRows, LinkableFile, StoredValues, stored_values
 from monolith.table.config import TableConfig
 from monolith.table.native_table import NativeTable, NativeTableSnapshot
 from monolith.table.table import Rows, Scan, TableStats, joined_scan
 from monolith.table.touched_keys import TouchedKeySet
+from monolith.table.update_rules import decays_lazily
 
 _PARTS = 32  # one in so many of the memory's bytes is a buffer of rows that are written as one file
 _MOST_BUFFER_BYTES = 64 << 20
@@ -130,6 +134,8 @@ class TieredTable:
         self._frozen = 0  # guarded by the lock
         self._counting = threading.Lock()  # of its own, since lookups do not wait for writers
         self._ids = 0  # looked up or written; guarded by _counting
+        self._files_adopted = 0  # guarded by the lock
+        self._snapshots = 0  # open ones; guarded by the lock
 
     @property
     def config(self) -> TableConfig:
@@ -154,6 +160,17 @@ class TieredTable:
     @property
     def cuda(self) -> None:
         return None
+
+    @property
+    def cold(self) -> TieredTable | None:
+        # Rows that decay lazily say which step was the newest: they have to be read. Those of a serving table
+        # are compressed.
+        return None if self._config.serving or decays_lazily(self._config) else self
+
+    @property
+    def stored_values(self) -> StoredValues:
+        """How rows in files have their values."""
+        return stored_values(self._config)
 
     @property
     def folder(self) -> Path:
@@ -225,6 +242,29 @@ class TieredTable:
         with self._writing(rows.ids):
             self._hot.restore(rows)
 
+    def adopt(self, path: str, alive: NDArray[np.uint8]) -> int:
+        """Take over rows of a cold file that a dump links to, and return how many; reads none of them.
+
+        Args:
+            path: The file, which this table gets a link to, or a copy of. Its rows are as this table stores
+                them.
+            alive: A bit for each row of the file, the lowest of a byte first; no such id has a row.
+
+        Raises:
+            CorruptFileError: The file is damaged, or of other rows; some may have been taken over.
+        """
+        with self._open(writing=True) as core:
+            self._files_adopted += 1
+            own = str(self._folder.path / f"{self._files_adopted}-{filesystem.base_name(path)}")
+            filesystem.link_or_copy(path, own, durable=False)
+            try:
+                rows = core.adopt(own, alive)
+            except native.ColdDamageError as cause:
+                raise CorruptFileError(path, *cause.args[1:]) from cause
+            if core.must_shrink:
+                self._shrink(core)
+            return rows
+
     def count_expired(self, now: int) -> int:
         with self._open() as core, _errors():
             return core.count_expired(now)
@@ -263,7 +303,9 @@ class TieredTable:
     def snapshot(self) -> TieredTableSnapshot:
         """Open a snapshot; waits for the write in progress, not longer."""
         with self._open():
-            return TieredTableSnapshot(self, self._hot, self._lock)
+            snapshot = TieredTableSnapshot(self, self._hot, self._lock, self._closed_snapshot)
+            self._snapshots += 1
+            return snapshot
 
     def track_changes(self, on: bool = True) -> None:
         with self._open() as core:
@@ -301,6 +343,7 @@ class TieredTable:
                 rows=hot.rows + cold.rows,
                 bytes_total=hot.bytes_total + core.cold_memory_bytes,
                 bytes_index=hot.bytes_index + cold.bytes_index,
+                inserted=hot.inserted + core.adopted,
                 evicted=hot.evicted + core.evicted,
                 tiered_ids=self._ids,
                 cold_rows=cold.rows,
@@ -323,9 +366,15 @@ class TieredTable:
                 return
             self._core = None  # calls still running hold on to it; the last one removes the files
             self._hot.close()
-            self._folder.remove()
+            if not self._snapshots:  # which may still be dumped, by links to the files
+                self._folder.remove()
 
     # Inside
+
+    def _closed_snapshot(self) -> None:
+        self._snapshots -= 1
+        if self._core is None and not self._snapshots:
+            self._folder.remove()
 
     def _count(self, ids: int) -> None:
         with self._counting:
@@ -425,7 +474,10 @@ def tier_sizes(row_bytes: int, memory_bytes: int, rows: int) -> native.TierSizes
 class TieredTableSnapshot:
     """A `TableSnapshot` of both tiers. Rows that move afterwards stay where they were, in the snapshot."""
 
-    def __init__(self, table: TieredTable, hot: NativeTable, lock: threading.Lock) -> None:
+    def __init__(
+        self, table: TieredTable, hot: NativeTable, lock: threading.Lock, on_close: Callable[[], None]
+    ) -> None:
+        self._on_close: Callable[[], None] | None = on_close
         self._config = table.config
         self._core = table.core
         self._lock = lock  # of the table: rows do not move while a snapshot is closed
@@ -456,6 +508,15 @@ class TieredTableSnapshot:
     def cleared(self) -> bool:
         return self._hot.cleared
 
+    @cached_property
+    def cold(self) -> ColdRows | None:
+        # Which files these are is settled once: a second attempt to write them may keep shards of the first.
+        if self._config.serving:
+            return None
+        with _errors():
+            files = [LinkableFile(*file) for file in self._core.links()]
+        return ColdRows(files, self._scan_others) if files else None
+
     def __len__(self) -> int:
         return len(self._hot) + self._cold_rows
 
@@ -478,10 +539,22 @@ class TieredTableSnapshot:
         cold = _cold_rows(self._core, begin, end, limit, of_snapshot=True, changed_only=changed_only)
         return joined_scan([hot, cold], limit)
 
+    def _scan_others(
+        self, cursor: int | None = None, *, limit: int = 65536, shard: int = 0, num_shards: int = 1
+    ) -> Scan:
+        """Return rows that are in memory, or in a file that is not linked."""
+        begin, end = arguments.scan_range(cursor, limit, shard, num_shards)
+        hot = self._hot.scan(cursor, limit=limit, shard=shard, num_shards=num_shards)
+        cold = _cold_rows(self._core, begin, end, limit, of_snapshot=True, unlinked=True)
+        return joined_scan([hot, cold], limit)
+
     def close(self, *, saved: bool) -> None:
         with self._lock:
             self._hot.close(saved=saved)
             self._core.close_snapshot(saved)
+            if self._on_close is not None:
+                self._on_close()
+                self._on_close = None
 
 
 class _OwnFolder:
@@ -565,10 +638,11 @@ def _cold_rows(
     *,
     of_snapshot: bool = False,
     changed_only: bool = False,
+    unlinked: bool = False,
 ) -> Scan:
     with _errors():
         *columns, following = core.scan_cold(
-            begin, min(end - 1, _LAST_HASH), limit, of_snapshot, changed_only
+            begin, min(end - 1, _LAST_HASH), limit, of_snapshot, changed_only, unlinked
         )
     return Scan(Rows(*(torch.from_numpy(column) for column in columns)), following)
 

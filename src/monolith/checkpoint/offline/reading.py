@@ -261,7 +261,7 @@ class TableContents:
     bytes: int
     """Bytes in this checkpoint itself."""
     shards: int
-    """Files, of all servers together."""
+    """Shard files, of all servers together."""
     shares: int = 1
     """Number of servers that wrote it, one shard of ids each."""
     changed: int | None = None
@@ -271,6 +271,8 @@ class TableContents:
     """The servers whose shard was cleared, if not all were."""
     newest_event_time: int | None = None
     """Unix seconds, of the rows in this checkpoint itself."""
+    linked: int = 0
+    """Files of tiered tables that this checkpoint links to, of all servers together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,13 +436,14 @@ def _table_contents(saved: SavedTable, shards: Sequence[ShardInfo]) -> TableCont
         layout=str(shards[0].description.layout) if shards else saved.layout,
         rows=entry["rows"],
         bytes=entry["bytes"],
-        shards=len(shards),
+        shards=sum(not shard.linked for shard in shards),
         shares=saved.shards,
         changed=entry.get("changed"),
         removed=entry.get("removed"),
         cleared=all(saved.cleared),
         cleared_shares=() if all(saved.cleared) else tuple(np.flatnonzero(saved.cleared).tolist()),
         newest_event_time=max((shard.max_event_time for shard in shards), default=0) or None,
+        linked=sum(shard.linked for shard in shards),
     )
 
 

@@ -100,6 +100,8 @@ class CudaTable:
         ...     assert table.lookup(ids).device.type == "cuda"  # rows never leave the device
     """
 
+    cold: None = None
+
     def __init__(
         self,
         config: TableConfig,

@@ -326,6 +326,8 @@ def _bytes_of(memory: DeviceMemory) -> int:
 class CudaTableSnapshot:
     """A `TableSnapshot` of a table on a device."""
 
+    cold: None = None
+
     def __init__(
         self,
         config: TableConfig,
@@ -422,6 +424,8 @@ class JoinedSnapshot:
     Args:
         tables: Tables that no thread writes to until this is made.
     """
+
+    cold: None = None
 
     def __init__(self, config: TableConfig, tables: Sequence[Table]) -> None:
         self._config = config

@@ -118,6 +118,8 @@ class SpillingTable:
         touched: A set that gets the ids whose rows changed or were removed; see `touch`.
     """
 
+    cold: None = None
+
     def __init__(
         self,
         config: TableConfig,
