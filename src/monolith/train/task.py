@@ -156,8 +156,8 @@ class Task(ABC):
             forward = f"forward of {type(model).__name__} ({_written_at(model)})"
             return FeatureError(
                 f"task {self.name!r}: {forward} returns {found}. Return logits of shape ({size},), or "
-                f"({size}, {len(heads)}) with a column for each label ({', '.join(heads)}), or a dict of them "
-                "by label; or override outputs()."
+                f"({size}, {len(heads)}) with a column for each label ({', '.join(heads)}), or a dict of "
+                "them by label; or override outputs()."
             )
 
         if isinstance(given, Mapping):
