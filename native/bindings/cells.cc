@@ -2,6 +2,7 @@
 #include "cells.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -14,6 +15,8 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "column_block.h"
+#include "row_pack.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -92,15 +95,58 @@ class IdPacker {
     return nb::make_tuple(owned(std::move(found.ids)), owned(std::move(found.splits)));
   }
 
+  // (ids, splits or None if an id is odd, numbers, how many rows of each have none).
+  nb::tuple pack_rows(const nb::tuple& blocks, const std::optional<Column<std::int32_t>>& block_of,
+                      const Column<std::int64_t>& rows, const std::vector<std::size_t>& ids,
+                      const std::vector<std::pair<std::size_t, RowNumbers>>& numbers) const {
+    if (ids.size() != features_.size())
+      throw std::invalid_argument("pack_rows: there must be a column for each feature");
+    const RowPlaces places(blocks, block_of, rows);
+    const std::size_t size = rows.size();
+    PackedIds packed;
+    std::vector<float> out;
+    std::vector<std::int64_t> missing;
+    {
+      GilReleased unlocked;
+      places.check();
+      packed.ids.reserve(ids.size() * size);
+      packed.splits.reserve(ids.size() * size + 1);
+      packed.splits.push_back(0);
+      for (std::size_t i = 0; i < ids.size() && packed.fine; ++i) {
+        const std::vector<const SourceColumn*> column = places.column(ids[i]);
+        const std::optional<RawIds> feature = plan(features_[i], column[0]->type);
+        packed.fine = feature && add_row_ids(*feature, column, places.which(), places.rows(), packed);
+      }
+      out.resize(numbers.size() * size);
+      for (const auto& [number, kind] : numbers)
+        missing.push_back(copy_row_numbers(kind, places.column(number), places.which(), places.rows(),
+                                           std::span(out).subspan(missing.size() * size, size)));
+    }
+    return nb::make_tuple(owned(std::move(packed.ids)),
+                          packed.fine ? nb::cast(owned(std::move(packed.splits))) : nb::none(),
+                          owned(std::move(out)), missing);
+  }
+
  private:
+  // How a feature is read of a column of a type, without its values; none if it cannot be.
+  static std::optional<RawIds> plan(const Feature& feature, ColumnType type) {
+    const auto& [of_texts, of_ints, of_floats, exact, rounded, separator, slot] = feature;
+    const bool whole = type == ColumnType::kInt64;
+    const Kind kind = type == ColumnType::kBytes ? of_texts : whole ? of_ints : of_floats;
+    if (!kind) return std::nullopt;
+    return RawIds{*kind, {}, {}, {}, {}, whole ? exact : rounded, separator, {slot}};
+  }
+
   std::optional<RawIds> read(const Feature& feature, nb::handle values, nb::handle texts,
                              nb::handle rows) const {
-    const auto& [of_texts, of_ints, of_floats, exact, rounded, separator, slot] = feature;
     const bool is_text = !texts.is_none(), whole = !is_text && tensors_.holds<std::int64_t>(values);
-    const Kind kind = is_text ? of_texts : whole ? of_ints : of_floats;
+    std::optional<RawIds> found = plan(feature, is_text ? ColumnType::kBytes
+                                                : whole ? ColumnType::kInt64
+                                                        : ColumnType::kFloat);
     const auto splits = tensors_.read<std::int64_t>(rows);
-    if (!kind || !splits) return std::nullopt;
-    RawIds one{*kind, {}, {}, {}, *splits, whole ? exact : rounded, separator, {slot}};
+    if (!found || !splits) return std::nullopt;
+    RawIds& one = *found;
+    one.rows = *splits;
     if (is_text) {
       const auto bytes = tensors_.read<std::byte>(values);
       const auto each = tensors_.read<std::int64_t>(texts);
@@ -115,7 +161,7 @@ class IdPacker {
       if (!floats) return std::nullopt;
       one.floats = *floats;
     }
-    return one;
+    return found;
   }
 
   std::vector<Feature> features_;
@@ -153,7 +199,19 @@ void bind_cells(nb::module_& m) {
            nb::sig("def pack(self, columns: list[tuple[object, object | None, object]]) -> "
                    "tuple[NDArray[numpy.int64], NDArray[numpy.int64]] | None"),
            "(ids, splits) of a column for each feature: tensors of (values, splits of texts, splits of "
-           "rows). None if something cannot be read, or is no plain tensor on the CPU.");
+           "rows). None if something cannot be read, or is no plain tensor on the CPU.")
+      .def("pack_rows", &IdPacker::pack_rows, "blocks"_a, "block_of"_a.noconvert().none(),
+           "rows"_a.noconvert(), "ids"_a, "numbers"_a,
+           nb::sig("def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | "
+                   "None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, "
+                   "RowNumbers]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | None, "
+                   "NDArray[numpy.float32], list[int]]"),
+           "(ids, splits, numbers, missing) of rows of blocks, given the column of each feature, and those "
+           "of numbers, which have one per row: NaN where a row has none. Splits are None if an id cannot be "
+           "read; `missing` is how many rows have no number, -1 if some cannot be read.");
+  nb::enum_<RowNumbers>(m, "RowNumbers", "Which numbers a row may have, other than none.")
+      .value("ANY", RowNumbers::kAny)
+      .value("CLASSES", RowNumbers::kClasses);
   m.def(
       "pack_numbers", &pack_floats, "columns"_a, "rows"_a, "out"_a.noconvert(),
       nb::sig("def pack_numbers(columns: Sequence[tuple[NDArray[numpy.int64] | None, NDArray[numpy.float32] "

@@ -6,12 +6,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "arrays.h"
 #include "gil_released.h"
 #include "row_gather.h"
 #include "tensors.h"
@@ -100,6 +102,49 @@ class ColumnBlock {
   // What the columns are views of: tensors, or the columns of a parser.
   std::vector<nanobind::object> kept_;
   std::vector<ParsedColumn> parsed_;
+};
+
+// Rows of blocks of the same columns, checked.
+class RowPlaces {
+ public:
+  RowPlaces(const nanobind::tuple& blocks, const std::optional<Column<std::int32_t>>& block_of,
+            const Column<std::int64_t>& rows)
+      : which_(block_of ? as_span(*block_of) : std::span<const std::int32_t>()), rows_(as_span(rows)) {
+    for (const nanobind::handle one : blocks) blocks_.push_back(&nanobind::cast<const ColumnBlock&>(one));
+    if (blocks_.empty() || (!block_of && blocks_.size() > 1))
+      throw std::invalid_argument("rows: give a block, or several and the block of each row");
+    if (block_of && which_.size() != rows_.size())
+      throw std::invalid_argument("rows: there must be a block for each row");
+  }
+
+  // Without the GIL.
+  void check() const {
+    bool fine = true;
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      const auto block = static_cast<std::size_t>(which_.empty() ? 0 : which_[i]);
+      fine = fine && block < blocks_.size() && static_cast<std::size_t>(rows_[i]) < blocks_[block]->rows();
+    }
+    if (!fine) throw std::invalid_argument("rows: a place is beyond its block");
+  }
+
+  std::size_t columns() const { return blocks_[0]->columns().size(); }
+  std::vector<const SourceColumn*> column(std::size_t number) const {
+    std::vector<const SourceColumn*> found;
+    for (const ColumnBlock* const block : blocks_) {
+      if (block->columns().size() != columns() || number >= columns() ||
+          block->columns()[number].type != blocks_[0]->columns()[number].type)
+        throw std::invalid_argument("rows: blocks have different columns, or no such column");
+      found.push_back(&block->columns()[number]);
+    }
+    return found;
+  }
+  std::span<const std::int32_t> which() const { return which_; }
+  std::span<const std::int64_t> rows() const { return rows_; }
+
+ private:
+  std::vector<const ColumnBlock*> blocks_;
+  const std::span<const std::int32_t> which_;
+  const std::span<const std::int64_t> rows_;
 };
 
 // Parses a record from each text, in one part or, with workers, in several. `odd` is what Python is told of:

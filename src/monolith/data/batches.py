@@ -221,7 +221,7 @@ class PassThroughColumns:
         Raises:
             DataError: There is no such column; names the nearest.
         """
-        raw = {}
+        raw, records = {}, records.glance()
         for name in self._names:
             if name in records.columns:
                 raw[name] = records[name]
@@ -260,6 +260,7 @@ class SpecBatchMaker:
         self._spec = spec
         self._raw = raw
         self._resumed = resumed
+        self._required = frozenset(spec.required)
         self._check = _check_of(spec)
         self._bad = BadRecords(
             spec.max_bad,
@@ -287,10 +288,10 @@ class SpecBatchMaker:
             DataError: A column is missing, or of another type than the spec says.
             TooManyBadRecordsError: More are bad than are allowed.
         """
-        if records.complete:
-            _check_of(self._spec).look(records)  # one file of a table may lack what the one before has
-        else:
+        if not records.complete:
             self._check.look(records)
+        elif not self._required <= records.columns.keys():  # one file may lack what the one before has
+            _check_of(self._spec).look(records)
         self._bad.see(len(records))
         reading = self._spec.reader.read(records) if started is None else started.result()
         if reading.bad:

@@ -295,7 +295,8 @@ class _Ahead(Stage[Item, Item]):
         while True:
             try:
                 # The position after this item, taken by the thread when it read the item.
-                item, self._position = next(self._running)
+                item, here = next(self._running)
+                self._position = here.position
             except StopIteration:
                 break
             except BaseException:
@@ -334,8 +335,17 @@ class _Ahead(Stage[Item, Item]):
             self._source.restore(self._position)
 
 
-def _with_positions(source: Stream[Item]) -> Iterator[tuple[Item, Position]]:
+class _Here:
+    """A position on its way to another thread, which need not look for tensors among its many numbers."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: Position) -> None:
+        self.position = position
+
+
+def _with_positions(source: Stream[Item]) -> Iterator[tuple[Item, _Here]]:
     # Not a method: a thread that held the stage would keep it, and so itself, alive for ever.
     with closed_after(source) as items:
         for item in items:
-            yield item, source.position()
+            yield item, _Here(source.position())

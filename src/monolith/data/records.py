@@ -28,6 +28,7 @@ from torch import Tensor
 from monolith.data.row_gathering import GatheredColumns, RowBlock, Rows, bytes_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, ColumnKind, FeatureIds, FeatureSpec
+from monolith.feature.spec import UnmovedRows
 from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
 from monolith.tensors import RaggedTensor, ranges
 
@@ -168,6 +169,11 @@ class Records:
         if not isinstance(columns, GatheredColumns):
             return self
         return self._with(self.size, columns.one_by_one())
+
+    @property
+    def unmoved(self) -> UnmovedRows | None:
+        """Where the values of all columns are, if none of them was looked at yet and none is shared."""
+        return self.columns.unmoved if isinstance(self.columns, GatheredColumns) else None
 
     def hashes(
         self, names: Sequence[str], seed: int, times: Collection[str] = ()

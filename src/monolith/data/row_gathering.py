@@ -12,7 +12,7 @@ a column is looked at: then the core gathers all columns in one call, without th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from monolith import native
+from monolith.feature.spec import UnmovedRows
 from monolith.tensors import RaggedTensor
 
 Rows = NDArray[np.int64] | slice
@@ -33,45 +34,48 @@ _DTYPES = {
 _TYPES = (torch.uint8, torch.int64, torch.float32)
 
 
+class BlockLayout(NamedTuple):
+    """Which columns a block has: only blocks of one layout are gathered together."""
+
+    numbers: Mapping[str, int]
+    """The number of each column in the block."""
+    types: tuple[torch.dtype, ...]
+
+
 class RowBlock(NamedTuple):
     """Columns in the form that the core gathers from."""
 
-    layout: tuple[tuple[str, torch.dtype], ...]
-    """Name and type of each column: only blocks of one layout are gathered together."""
+    layout: BlockLayout
     columns: native.ColumnBlock
 
     @classmethod
     def of(cls, size: int, columns: Mapping[str, RaggedTensor]) -> RowBlock | None:
         """Return the columns of some records as a block; None if they are not plain memory of the CPU."""
-        layout: list[tuple[str, torch.dtype]] = []
+        types: list[torch.dtype] = []
         parts: list[tuple[object, object | None, object]] = []
-        for name, column in columns.items():
+        for column in columns.values():
             values, splits = column.values, column.row_splits
             if isinstance(values, RaggedTensor):
                 parts.append((values.flat_values, values.row_splits, splits))
-                layout.append((name, torch.uint8))
+                types.append(torch.uint8)
             else:
                 parts.append((values, None, splits))
-                layout.append((name, values.dtype))
+                types.append(values.dtype)
         try:
-            return cls(tuple(layout), native.ColumnBlock(size, parts, _TYPES))
+            return cls(_layout(columns, types), native.ColumnBlock(size, parts, _TYPES))
         except ValueError:
             return None
 
     @classmethod
     def parsed(cls, names: Sequence[str], columns: native.ColumnBlock) -> RowBlock:
         """Return columns that never left the core, by their names."""
-        types = [_DTYPES[one] for one in columns.types]
-        return cls(tuple(zip(names, types, strict=True)), columns)
+        return cls(_layout(names, [_DTYPES[one] for one in columns.types]), columns)
 
 
-class _Places(NamedTuple):
-    """Rows of blocks of one layout, in order."""
-
-    blocks: tuple[native.ColumnBlock, ...]
-    block_of: NDArray[np.int32] | None
-    """The block of each row; None if there is one block."""
-    rows: NDArray[np.int64]
+def _layout(names: Iterable[str], types: Sequence[torch.dtype]) -> BlockLayout:
+    numbers = {name: number for number, name in enumerate(names)}
+    assert len(numbers) == len(types)
+    return BlockLayout(numbers, tuple(types))
 
 
 class GatheredColumns(Mapping[str, RaggedTensor]):
@@ -82,16 +86,21 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
 
     __slots__ = ("_found", "_layout", "_places")
 
-    def __init__(self, layout: tuple[tuple[str, torch.dtype], ...], places: _Places) -> None:
+    def __init__(self, layout: BlockLayout, places: UnmovedRows) -> None:
         self._layout = layout
         # At any time one of the two is set. Two threads that ask first both gather, with the same result.
-        self._places: _Places | None = places
+        self._places: UnmovedRows | None = places
         self._found: dict[str, RaggedTensor] | None = None
 
     @classmethod
     def of(cls, block: RowBlock, rows: NDArray[np.int64]) -> GatheredColumns:
         """Return rows of one block."""
-        return cls(block.layout, _Places((block.columns,), None, rows))
+        return cls(block.layout, UnmovedRows((block.columns,), None, rows, block.layout.numbers))
+
+    @property
+    def unmoved(self) -> UnmovedRows | None:
+        """Where the values are; None if they were gathered."""
+        return self._places
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +116,8 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
         if places is None:
             return None
         block_of = None if places.block_of is None else places.block_of[rows]
-        return GatheredColumns(self._layout, _Places(places.blocks, block_of, places.rows[rows]))
+        chosen = UnmovedRows(places.blocks, block_of, places.rows[rows], places.numbers)
+        return GatheredColumns(self._layout, chosen)
 
     @staticmethod
     def concat(parts: Sequence[GatheredColumns]) -> GatheredColumns | None:
@@ -118,7 +128,7 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
         block_of: list[NDArray[np.int32]] = []
         rows: list[NDArray[np.int64]] = []
         for part, places in zip(parts, all_places, strict=True):
-            if places is None or part._layout != layout:
+            if places is None or (part._layout is not layout and part._layout != layout):
                 return None
             # Parts of one chunk name the same block, which is kept once.
             numbers = [blocks.setdefault(id(one), (len(blocks), one))[0] for one in places.blocks]
@@ -129,7 +139,7 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
             rows.append(places.rows)
         merged = tuple(one for _, one in blocks.values())
         which = None if len(merged) == 1 else np.concatenate(block_of)
-        return GatheredColumns(layout, _Places(merged, which, np.concatenate(rows)))
+        return GatheredColumns(layout, UnmovedRows(merged, which, np.concatenate(rows), layout.numbers))
 
     def one_by_one(self) -> GatheredColumns:
         """Return the same rows, of which each column is gathered on its own: for a look at a few of them."""
@@ -146,8 +156,7 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
         places = self._places
         if places is None:
             return None
-        numbers = {name: number for number, (name, _) in enumerate(self._layout)}
-        columns = [(numbers[name], name in times) for name in names]
+        columns = [(places.numbers[name], name in times) for name in names]
         return native.hash_rows(places.blocks, places.block_of, places.rows, columns, seed)
 
     def _gathered(self) -> dict[str, RaggedTensor]:
@@ -155,7 +164,7 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
         if places is not None and self._found is None:
             arrays = native.gather_rows(places.blocks, places.block_of, places.rows)
             self._found = {
-                name: _ragged(*array) for (name, _), array in zip(self._layout, arrays, strict=True)
+                name: _ragged(*array) for name, array in zip(self._layout.numbers, arrays, strict=True)
             }
             self._places = None  # after `_found`, so that another thread always sees one of them
         assert self._found is not None
@@ -164,14 +173,19 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
     def __getitem__(self, name: str) -> RaggedTensor:
         return self._gathered()[name]
 
+    # Names are looked up in their dict: a reader asks for many, batch by batch.
+
     def __contains__(self, name: object) -> bool:
-        return any(name == known for known, _ in self._layout)
+        return name in self._layout.numbers
+
+    def keys(self) -> KeysView[str]:
+        return self._layout.numbers.keys()
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, _ in self._layout)
+        return iter(self._layout.numbers)
 
     def __len__(self) -> int:
-        return len(self._layout)
+        return len(self._layout.numbers)
 
 
 class _OneByOne(GatheredColumns):
@@ -179,7 +193,7 @@ class _OneByOne(GatheredColumns):
 
     __slots__ = ("_single",)
 
-    def __init__(self, layout: tuple[tuple[str, torch.dtype], ...], places: _Places) -> None:
+    def __init__(self, layout: BlockLayout, places: UnmovedRows) -> None:
         super().__init__(layout, places)
         self._single: dict[str, RaggedTensor] = {}
 
@@ -187,9 +201,7 @@ class _OneByOne(GatheredColumns):
         found, places = self._single.get(name), self._places
         if found is None:
             assert places is not None
-            number = next((at for at, (known, _) in enumerate(self._layout) if known == name), None)
-            if number is None:
-                raise KeyError(name)
+            number = places.numbers[name]
             [array] = native.gather_rows(places.blocks, places.block_of, places.rows, [number])
             found = self._single[name] = _ragged(*array)
         return found

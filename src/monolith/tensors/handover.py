@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,13 +96,15 @@ def moved(structure: Any, device: torch.device) -> Any:
 def tensors_of(structure: Any) -> Iterator[Tensor]:
     """Yield every tensor, the parts of ragged ones included."""
     for leaf in leaves(structure):
+        if not isinstance(leaf, Tensor | RaggedTensor):
+            continue
         part = leaf
         while isinstance(part, RaggedTensor):
             yield part.row_splits
             part = part.values
-        if isinstance(part, Tensor) and part.is_nested and part.layout is torch.jagged:
+        if part.is_nested and part.layout is torch.jagged:
             yield from (part.values(), part.offsets())  # type: ignore[attr-defined]
-        elif isinstance(part, Tensor):
+        else:
             yield part
 
 
@@ -139,19 +142,29 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
     return function(structure)
 
 
-def leaves(structure: Any) -> Iterator[Any]:
-    """Yield every leaf, in the order in which `map_leaves` visits them."""
-    if isinstance(structure, dict):
-        children: Any = structure.values()
-    elif isinstance(structure, list | tuple):
-        children = structure
-    elif is_dataclass_instance(structure):
-        children = (getattr(structure, field.name) for field in dataclasses.fields(structure))
-    else:
-        yield structure
-        return
-    for child in children:
-        yield from leaves(child)
+def leaves(structure: Any) -> list[Any]:
+    """Return every leaf, in the order in which `map_leaves` visits them."""
+    # A batch that passes from thread to thread has a hundred, so each is a turn of a loop and not a call.
+    found, rest = [], [structure]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            rest.extend(reversed(part.values()))
+        elif isinstance(part, list | tuple):
+            rest.extend(reversed(part))
+        elif (names := _fields_of(type(part))) is not None:  # type: ignore[arg-type]  # types are hashable
+            rest.extend([getattr(part, name) for name in names])
+        else:
+            found.append(part)
+    return found
+
+
+@cache
+def _fields_of(kind: type) -> tuple[str, ...] | None:
+    """Return the fields of a dataclass, the last one first; None if it is another type."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(field.name for field in reversed(dataclasses.fields(kind)))
 
 
 def is_dataclass_instance(structure: object) -> bool:

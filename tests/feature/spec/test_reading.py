@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -268,53 +269,74 @@ def test_event_times_and_labels_that_cannot_be_are_bad():
 # All at once
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(
             st.lists(st.binary(max_size=12)),
             st.lists(st.integers(-(1 << 63), (1 << 63) - 1)),
-            st.floats(width=32),
+            st.lists(st.floats(width=32), max_size=1) | st.just([2.5]),
             st.integers(-(1 << 60), 1 << 60),
+            st.sampled_from([[0], [0], [1], [1], [2], []]),
         ),
         min_size=1,
         max_size=6,
     ),
     st.booleans(),
+    st.sampled_from(["binary", "mse", "log", None]),
 )
-def test_features_read_at_once_are_those_read_one_by_one(rows: list[Any], fids: bool):
-    one = spec(
-        fids=fids,
-        text=IdFeature(kind="string"),
-        split=IdFeature(column="text", kind="string", separator="a"),
-        item=IdFeature(),
-        bucket=BucketFeature(column="number", boundaries=(-1.0, 0.1, 0.7, 5.0)),
-        big=BucketFeature(column="whole", boundaries=(0.0, float(1 << 50))),
-        number=FloatFeature(),
-        log=FloatFeature(column="number", scale="log"),
-        whole=FloatFeature(scale="standard", mean=(1.0,), std=(3.0,)),
-        both=CrossFeature(of=("text", "bucket"), most=50),
+def test_features_read_at_once_are_those_read_one_by_one(rows: list[Any], fids: bool, loss: Any):
+    one = replace(
+        spec(
+            fids=fids,
+            text=IdFeature(kind="string"),
+            split=IdFeature(column="text", kind="string", separator="a"),
+            item=IdFeature(),
+            bucket=BucketFeature(column="number", boundaries=(-1.0, 0.1, 0.7, 5.0)),
+            big=BucketFeature(column="whole", boundaries=(0.0, float(1 << 50))),
+            number=FloatFeature(),
+            pair=FloatFeature(width=2, missing=1.0),
+            log=FloatFeature(column="number", scale="log", missing=-1.0),
+            whole=FloatFeature(scale="standard", mean=(1.0,), std=(3.0,)),
+            both=CrossFeature(of=("text", "bucket"), most=50),
+        ),
+        labels={
+            "click": Label(loss=loss),
+            "far": Label(column="number", at_least=0.5),
+            "maybe": Label(column="number", loss="huber"),
+        },
+        optional=("number",),
     )
-    texts, items, numbers, whole = zip(*rows, strict=True)
+    texts, items, numbers, whole, clicks = zip(*rows, strict=True)
     some = records(
         text=[*texts, [b"x"]],
         item=[*items, [1]],
-        number=[*([value] for value in numbers), [0.7]],
+        number=[*numbers, [0.7]],
+        pair=[*([0.5, 1.5] for _ in rows), []],
         whole=[*([value] for value in whole), [7]],
+        click=[*clicks, [1]],
     )
-    at_once = one.reader.read(some)
+    unmoved = some.take(torch.arange(len(some)))
+    at_once, straight = one.reader.read(some), one.reader.read(unmoved)
+    assert straight.packed is None or unmoved.unmoved is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Packer, "ids", lambda *_: None)
         patch.setattr(Packer, "floats", lambda *_: None)
         slowly = one.reader.read(some)
-    assert at_once.bad == slowly.bad
-    for name in one.ids:
-        if not slowly.bad:
-            assert at_once.ids_of(name).to_list() == slowly.ids_of(name).to_list()
-            assert ids(at_once.batch(), name) == ids(slowly.batch(), name)
-    if not slowly.bad:
+    for quickly in (at_once, straight):
+        assert quickly.bad == slowly.bad
+        assert list(quickly.floats) == list(slowly.floats)
+        assert list(quickly.labels) == list(slowly.labels)
+        assert quickly.empty == slowly.empty
+        for task, values in slowly.labels.items():
+            assert torch.equal(quickly.labels[task].nan_to_num(-9), values.nan_to_num(-9))
+        if slowly.bad:
+            continue
+        for name in one.ids:
+            assert quickly.ids_of(name).to_list() == slowly.ids_of(name).to_list()
+            assert ids(quickly.batch(), name) == ids(slowly.batch(), name)
         for name in one.floats:
-            assert torch.equal(at_once.floats[name], slowly.floats[name])
+            assert torch.equal(quickly.floats[name], slowly.floats[name])
 
 
 def test_plain_features_are_read_at_once():
@@ -323,6 +345,15 @@ def test_plain_features_are_read_at_once():
     assert reading.packed is not None
     assert reading.packed.names == ("text", "age")
     assert reading.ids == {}
+
+
+def test_rows_that_were_not_moved_are_read_where_they_are():
+    one = FeatureSpec(features={"user": IdFeature(), "age": FloatFeature(missing=0.0)}, labels={"y": Label()})
+    some = records(user=[[7], [8], [9]], age=[[1.0], [], [3.0]], y=[[1.0], [0.0], [1.0]]).slice(1, 3)
+    batch = one.make(some)
+    assert some.unmoved is not None
+    assert (ids(batch, "user"), batch.label.tolist()) == ([[8], [9]], [0.0, 1.0])
+    assert batch.floats["age"].tolist() == [[0.0], [3.0]]
 
 
 @pytest.mark.parametrize("longest", [7, 16, 30])

@@ -129,7 +129,11 @@ class _OpenChunk(NamedTuple):
     """The same piece after the last record of its chunk; None at the end of the piece."""
 
     def after(self, records: int) -> OpenPiece | None:
-        return self.cursor._replace(skip=records) if records < self.cursor.size else self.then
+        begin = self.cursor
+        if records >= begin.size:
+            return self.then
+        # Not `_replace`, which takes twice as long: a position needs one for each of up to 256 pieces.
+        return OpenPiece(begin.epoch, begin.file, begin.place, records, begin.size)
 
 
 class _Turns(NamedTuple):

@@ -14,6 +14,7 @@ from monolith.feature.spec.kinds import (
     RowSettings,
     SequenceFeature,
 )
+from monolith.feature.spec.packing import UnmovedRows
 from monolith.feature.spec.reading import RawColumns
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "RowOptimizer",
     "RowSettings",
     "SequenceFeature",
+    "UnmovedRows",
 ]

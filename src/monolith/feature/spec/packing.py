@@ -1,23 +1,28 @@
-"""Packing: plain features of a whole batch in two calls into the core, one for ids and one for numbers.
+"""Packing: plain features and labels of a whole batch in one call into the core.
 
 Most features are one column each, and most batches have nothing wrong in them. Those are read here, all at
 once, since a call for each column would cost more than its work. If anything is odd (a value that cannot be
-read, a column of another type, a missing number) nothing is packed, and `RawReader` reads feature by feature:
+read, a column of another type, a missing number) it is not packed, and `RawReader` reads feature by feature:
 it finds the odd value and gives the same result for the rest.
+
+Records that were not moved yet (`UnmovedRows`) are read straight from the blocks that hold them, ids and
+numbers in one call, and none of their columns becomes an object of Python. Columns of tensors take a call for
+ids and one for numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import native
-from monolith.feature.spec.kinds import BucketFeature, FloatFeature, IdFeature
+from monolith.feature.batches import FeatureIds
+from monolith.feature.spec.kinds import BucketFeature, CrossFeature, FloatFeature, IdFeature
 from monolith.tensors import RaggedTensor
 
 if TYPE_CHECKING:
@@ -25,23 +30,27 @@ if TYPE_CHECKING:
     from monolith.feature.spec.reading import RawColumns
 
 
-@dataclass(frozen=True, slots=True)
-class PackedIds:
-    """The ids of some features, as a batch has them."""
+class UnmovedRows(NamedTuple):
+    """Rows of blocks of the same columns, in order, whose values are still in the blocks."""
 
-    names: tuple[str, ...]
-    ids: Tensor
-    splits: Tensor
-    rows: tuple[int, ...]
-    """How many cells each feature has: one if its column is shared."""
+    blocks: tuple[native.ColumnBlock, ...]
+    block_of: NDArray[np.int32] | None
+    """The block of each row; None if there is one block."""
+    rows: NDArray[np.int64]
+    numbers: Mapping[str, int]
+    """Which column of each block has a name. Rows of the same blocks share this object."""
 
-    def ragged(self, name: str) -> RaggedTensor:
-        """Return the ids of one feature."""
-        place = self.names.index(name)
-        first = sum(self.rows[:place])
-        splits = self.splits[first : first + self.rows[place] + 1]
-        begin, end = int(splits[0]), int(splits[-1])
-        return RaggedTensor(self.ids[begin:end], splits - begin, validate=False)
+
+class PackedRecords(NamedTuple):
+    """What the core has read of some records; what it could not read is not in it."""
+
+    ids: FeatureIds | None
+    floats: dict[str, Tensor]
+    """Float features, before they are scaled: float32 (n, 1), NaN where a record has no number."""
+    labels: dict[str, Tensor]
+    """float32 (n,), by task."""
+    missing: dict[str, int]
+    """Float feature to how many of its numbers are NaN, if some are."""
 
 
 class RawCells(NamedTuple):
@@ -76,6 +85,17 @@ _Plan = tuple[
 numbers and of numbers, each None if it cannot hold that; boundaries of the last two; separator, slot."""
 
 
+class _RowPlan(NamedTuple):
+    """How the core reads rows of blocks of some columns."""
+
+    ids: list[int]
+    """The column of each ID feature."""
+    numbers: list[tuple[int, native.RowNumbers]]
+    """The columns of float features, then of labels."""
+    floats: tuple[str, ...]
+    labels: tuple[str, ...]
+
+
 def _plan_of(one: IdFeature | BucketFeature, slot: int | None) -> _Plan:
     kinds = native.RawKind
     if isinstance(one, BucketFeature):
@@ -95,6 +115,9 @@ class Packer:
     def __init__(self, spec: FeatureSpec) -> None:
         self._columns: dict[str, str] = {}
         self._floats: dict[str, FloatFeature] = {}
+        self._apart: list[str] = []
+        """Features that are not plain, crosses left out."""
+        self.crosses: list[str] = []
         plans: list[_Plan] = []
         for name, one in spec.read_features.items():
             is_bucket = isinstance(one, BucketFeature) and one.boundaries is not None
@@ -104,11 +127,80 @@ class Packer:
                 plans.append(_plan_of(one, spec.slots.get(name)))
             elif isinstance(one, FloatFeature) and one.width == 1:
                 self._floats[name] = one
+            elif isinstance(one, CrossFeature):
+                self.crosses.append(name)
+            else:
+                self._apart.append(name)
+        self._all = [name for name in spec.read_features if name not in self.crosses]
         self._names = tuple(self._columns)
         self._plans = plans
         self._packer = native.IdPacker(plans, torch.uint8, torch.int64, torch.float32)
-        self.packs_all = len(plans) + len(self._floats) == len(spec.read_features)
+        self._labels = {
+            task: label
+            for task, label in spec.labels.items()
+            if label.position == 0 and (label.loss != "log" or label.at_least is not None)
+        }
+        self._known: tuple[Mapping[str, int], _RowPlan | None] = ({}, None)
+        """The columns of the latest rows, and the plan for these."""
+
+    @property
+    def packs_all(self) -> bool:
         """Whether all features are plain."""
+        return not self._apart and not self.crosses
+
+    def left_by(self, ids: FeatureIds | None, floats: Collection[str]) -> Iterable[str]:
+        """Return the features that were not packed, in their order, crosses left out."""
+        if ids is not None and len(floats) == len(self._floats):
+            return self._apart
+        packed = {*(() if ids is None else ids.names), *floats}
+        return [name for name in self._all if name not in packed]
+
+    def rows(self, unmoved: UnmovedRows) -> PackedRecords | None:
+        """Return what can be packed of rows that were not moved; None if they lack a column of an ID
+        feature."""
+        numbers, plan = self._known
+        if numbers is not unmoved.numbers:
+            plan = self._row_plan(unmoved.numbers)
+            self._known = (unmoved.numbers, plan)
+        if plan is None:
+            return None
+        size = len(unmoved.rows)
+        flat_ids, splits, flat, counts = self._packer.pack_rows(
+            unmoved.blocks, unmoved.block_of, unmoved.rows, plan.ids, plan.numbers
+        )
+        ids = None
+        if splits is not None and self._names:
+            ids = FeatureIds(self._names, torch.from_numpy(flat_ids), torch.from_numpy(splits), size)
+        found = PackedRecords(ids, {}, {}, {})
+        each = torch.from_numpy(flat).view(len(counts), size).unbind(0) if counts else ()
+        of_floats = len(plan.floats)
+        for name, one, missing in zip(plan.floats, each, counts, strict=False):
+            if missing >= 0:
+                found.floats[name] = one.unsqueeze(1)
+            if missing > 0:
+                found.missing[name] = missing
+        for task, one, missing in zip(plan.labels, each[of_floats:], counts[of_floats:], strict=True):
+            if missing == 0:
+                least = self._labels[task].at_least
+                found.labels[task] = one if least is None else (one >= least).to(torch.float32)
+        return found
+
+    def _row_plan(self, numbers: Mapping[str, int]) -> _RowPlan | None:
+        """Return which columns of blocks are read, and as what."""
+        if any(column not in numbers for column in self._columns.values()):
+            return None
+        floats = {name: one.column or name for name, one in self._floats.items()}
+        floats = {name: column for name, column in floats.items() if column in numbers}
+        labels = {task: label.column or task for task, label in self._labels.items()}
+        labels = {task: column for task, column in labels.items() if column in numbers}
+        kinds = native.RowNumbers
+        read = [(numbers[column], kinds.ANY) for column in floats.values()]
+        for task, column in labels.items():
+            label = self._labels[task]
+            is_class = label.loss == "binary" and label.at_least is None
+            read.append((numbers[column], kinds.CLASSES if is_class else kinds.ANY))
+        ids = [numbers[column] for column in self._columns.values()]
+        return _RowPlan(ids, read, tuple(floats), tuple(labels))
 
     def request_plan(self, inputs: Sequence[tuple[str, native.WireType, bool]]) -> native.RequestPlan | None:
         """Return how the core packs requests with these inputs; None if a feature cannot be read of them.
@@ -143,7 +235,7 @@ class Packer:
         numbers = torch.from_numpy(packed.floats).view(len(self._floats), packed.rows, 1).unbind(0)
         return dict(zip(self._floats, numbers, strict=True))
 
-    def ids(self, records: RawColumns) -> PackedIds | None:
+    def ids(self, records: RawColumns) -> FeatureIds | None:
         """Return the ids of all plain features; None if something is odd."""
         columns: dict[str, RawCells] = {}
         for column in self._columns.values():
@@ -151,18 +243,22 @@ class Packer:
             if raw is None:
                 return None
             columns[column] = RawCells.of(raw)
-        return self.ids_of(columns)
+        return self.ids_of(columns, records.size)
 
-    def ids_of(self, columns: Mapping[str, RawCells]) -> PackedIds | None:
-        """Return the same of columns in the core's form, which may be more than are needed."""
+    def ids_of(self, columns: Mapping[str, RawCells], size: int) -> FeatureIds | None:
+        """Return the same of columns in the core's form, which may be more than are needed.
+
+        Args:
+            size: Rows of each of them; one of another size is shared.
+        """
         if not self._names:
             return None
         read: list[Any] = [columns[column] for column in self._columns.values()]
         packed = self._packer.pack(read)
         if packed is None:
             return None
-        rows = tuple(one.splits.numel() - 1 for one in read)
-        return PackedIds(self._names, torch.from_numpy(packed[0]), torch.from_numpy(packed[1]), rows)
+        shared = tuple(one.splits.numel() - 1 != size for one in read)
+        return FeatureIds(self._names, torch.from_numpy(packed[0]), torch.from_numpy(packed[1]), size, shared)
 
     def floats(self, records: RawColumns) -> dict[str, Tensor] | None:
         """Return the numbers of all plain features, before they are scaled; None if something is odd."""

@@ -39,7 +39,7 @@ from monolith.feature.spec.kinds import (
     Label,
     SequenceFeature,
 )
-from monolith.feature.spec.packing import PackedIds, Packer, RawCells
+from monolith.feature.spec.packing import PackedRecords, Packer, RawCells, UnmovedRows
 from monolith.feature.spec.problems import BadReason, EmptyCells
 from monolith.feature.spec.times import TIME, Recognised, read_times, split_texts, without_empty_texts
 from monolith.table.arguments import MAX_EVENT_TIME
@@ -63,6 +63,13 @@ class RawColumns(Protocol):
     def columns(self) -> Mapping[str, RaggedTensor]: ...
     @property
     def shared(self) -> frozenset[str]: ...
+    @property
+    def unmoved(self) -> UnmovedRows | None:
+        """Where the values of all columns are, if none of them was looked at yet."""
+
+    def glance(self) -> RawColumns:
+        """Return the same records for a look at a few columns."""
+
     def __getitem__(self, name: str) -> RaggedTensor:
         """Return a column with one row per record, also if it is shared."""
 
@@ -74,7 +81,7 @@ class Reading:
     size: int
     bad: dict[int, str] = field(default_factory=dict)
     """Record to why it cannot be trained on; the first reason found."""
-    packed: PackedIds | None = None
+    packed: FeatureIds | None = None
     """Features that were read at once; the remaining ones are in `ids`."""
     ids: dict[str, RaggedTensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -104,7 +111,7 @@ class Reading:
     def ids_of(self, name: str) -> RaggedTensor:
         """Return the ids of one feature."""
         if self.packed is not None and name in self.packed.names:
-            return self.packed.ragged(name)
+            return self.packed[name]
         return self.ids[name]
 
     def batch(self) -> Batch:
@@ -114,29 +121,27 @@ class Reading:
     def _feature_ids(self) -> FeatureIds:
         times, packed = self.event_times, self.packed
         event_time = 0 if times is None or not len(times) else int(times.max())
-        rest = None
-        if self.ids or packed is None:
-            rest = FeatureIds.pack(
-                self.ids,
-                shared=self.shared,
-                batch_size=self.size,
-                event_time=event_time,
-                event_times=times,
-                weights=self.weights or None,
-            )
-            if packed is None:
-                return rest
-        assert packed is not None
-        names, ids, splits = packed.names, packed.ids, packed.splits
-        shared = tuple(rows != self.size for rows in packed.rows)
-        weights = None
-        if rest is not None:
-            if rest.weights is not None:
-                weights = torch.cat([torch.ones(len(ids)), rest.weights])
-            splits = torch.cat([splits, rest.splits[1:] + len(ids)])
-            ids = torch.cat([ids, rest.ids])
-            names, shared = (*names, *rest.names), (*shared, *rest.shared)
-        return FeatureIds(names, ids, splits, self.size, shared, event_time, times, weights)
+        if packed is not None and not self.ids:
+            return packed if times is None else replace(packed, event_time=event_time, event_times=times)
+        rest = FeatureIds.pack(
+            self.ids,
+            shared=self.shared,
+            batch_size=self.size,
+            event_time=event_time,
+            event_times=times,
+            weights=self.weights or None,
+        )
+        if packed is None:
+            return rest
+        before, weights = len(packed.ids), rest.weights
+        return replace(
+            rest,
+            names=(*packed.names, *rest.names),
+            ids=torch.cat([packed.ids, rest.ids]),
+            splits=torch.cat([packed.splits, rest.splits[1:] + before]),
+            shared=(*packed.shared, *rest.shared),
+            weights=None if weights is None else torch.cat([torch.ones(before), weights]),
+        )
 
 
 class RawReader:
@@ -195,8 +200,10 @@ class RawReader:
             size: Rows of each of them.
         """
         floats = self._packer.floats_of(columns, size)
-        packed = self._packer.ids_of(columns)
-        return None if floats is None or packed is None else self._packed_batch(packed, floats, size)
+        ids = self._packer.ids_of(columns, size)
+        if floats is None or ids is None:
+            return None
+        return Batch(ids, self._all_scaled(floats), group=self._spec.group)
 
     def request_plan(self, inputs: Sequence[tuple[str, native.WireType, bool]]) -> native.RequestPlan | None:
         """Return how the core packs requests; see `Packer.request_plan`."""
@@ -212,10 +219,6 @@ class RawReader:
         """Return the same with tensors of IDs."""
         packed = self.packed_batch(rows)
         return Batch(packed.ids.ids(), packed.floats, group=self._spec.group)
-
-    def _packed_batch(self, packed: PackedIds, floats: Mapping[str, Tensor], size: int) -> Batch:
-        ids = FeatureIds(packed.names, packed.ids, packed.splits, size)
-        return Batch(ids, self._all_scaled(floats), group=self._spec.group)
 
     def _all_scaled(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         features = self._spec.features
@@ -233,18 +236,27 @@ class RawReader:
                 f"features.{self._unlearned}: its mean or its boundaries are to be learned from data first: "
                 "spec = spec.fit(records)"
             )
-        found = Reading(records.size, group=self._spec.group)
+        found = Reading(records.size, group=spec.group)
+        unmoved = records.unmoved
+        rows = None if unmoved is None else self._packer.rows(unmoved)
+        if rows is None:
+            rows = PackedRecords(self._packer.ids(records), self._packer.floats(records) or {}, {}, {})
+        elif rows.ids is not None:
+            records = records.glance()  # most columns were packed: of the rest, only those needed are moved
         times = self._event_times(records, found)
-        found.packed = self._packer.ids(records)
-        packed = () if found.packed is None else found.packed.names
-        numbers = self._packer.floats(records) or {}
-        for name, one in spec.read_features.items():
-            if name in packed:
-                continue
-            if name in numbers:
-                assert isinstance(one, FloatFeature)
-                found.floats[name] = _scaled(one, numbers[name])
-            elif isinstance(one, IdFeature):
+        found.packed = rows.ids
+        for name, given in rows.floats.items():
+            one, missing = spec.features[name], rows.missing.get(name, 0)
+            assert isinstance(one, FloatFeature)
+            if not missing:
+                found.floats[name] = _scaled(one, given)
+            elif one.missing is not None:
+                found.floats[name] = _scaled(one, given).masked_fill(given.isnan(), one.missing)
+                found.empty[name] = missing
+        packed = len(found.floats)
+        for name in self._packer.left_by(found.packed, found.floats):
+            one = spec.features[name]
+            if isinstance(one, IdFeature):
                 self._ids(name, one, records, found)
             elif isinstance(one, BucketFeature):
                 self._buckets(name, one, records, found)
@@ -254,11 +266,17 @@ class RawReader:
                 self._history(name, one, records, found)
             elif isinstance(one, FloatFeature):
                 self._floats(name, one, records, found)
-        for name, one in spec.read_features.items():
-            if isinstance(one, CrossFeature):
-                self._cross(name, one, found)
+        if len(found.floats) > packed:  # in the order of the features again
+            found.floats = {name: found.floats[name] for name in spec.floats if name in found.floats}
+        for name in self._packer.crosses:
+            one = spec.features[name]
+            assert isinstance(one, CrossFeature)
+            self._cross(name, one, found)
         for task, label in spec.labels.items():
-            self._label(task, label, records, found)
+            if task in rows.labels:
+                found.labels[task] = rows.labels[task]
+            else:
+                self._label(task, label, records, found)
         return found
 
     # Ids
