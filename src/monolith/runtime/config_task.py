@@ -238,6 +238,10 @@ class ConfigTask(Task):
         return ServedSpec.of(spec) if self.data.served else spec
 
     def targets(self) -> Mapping[str, Target]:
+        return self._targets  # asked for several times in each step
+
+    @cached_property
+    def _targets(self) -> Mapping[str, Target]:
         return {
             name: Target(
                 loss=label.loss or "binary",

@@ -67,6 +67,7 @@ class TrainingStep:
         self._clock = clock
         self._sparse: EmbeddingOptimizer = model.sparse
         self._dense = self._placement.attach(model)
+        self._modules = list(model.module.modules())  # to find them takes longer than to save their buffers
         self._updates = model.task.updates()
         asked = config.eval_predictions
         self._predicts_in_eval = asked == "always" or (asked == "auto" and model.differs_in_eval)
@@ -99,7 +100,7 @@ class TrainingStep:
         Raises:
             DivergedError: Too many batches in a row were skipped.
         """
-        batches, progress, model = self._batches, self._progress, self._model
+        batches, progress = self._batches, self._progress
         while True:
             found = batches.next()
             if found is None:
@@ -118,7 +119,8 @@ class TrainingStep:
                 if (result := self._take_graphed(self._graph, read, rows)) is not None:
                     return result
             # A forward pass changes buffers (the running means of a batch norm). A skipped batch must not.
-            buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
+            held = [one for module in self._modules for one in module._buffers.values() if one is not None]
+            buffers = [(buffer, buffer.clone()) for buffer in held]
             # A model may look up further IDs in its forward pass. Which updates such a lookup sees depends
             # on timing, unless all of them are done. In lockstep it would be a collective call of one rank.
             before_lookup = batches.drain if self._config.deterministic else None

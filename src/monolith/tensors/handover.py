@@ -152,7 +152,7 @@ def leaves(structure: Any) -> list[Any]:
             rest.extend(reversed(part.values()))
         elif isinstance(part, list | tuple):
             rest.extend(reversed(part))
-        elif (names := _fields_of(type(part))) is not None:
+        elif (names := _fields_of(type(part))) is not None:  # type: ignore[arg-type]  # types are hashable
             rest.extend([getattr(part, name) for name in names])
         else:
             found.append(part)

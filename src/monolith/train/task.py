@@ -151,31 +151,34 @@ class Task(ABC):
         """
         heads = list(batch.labels) or ["prediction"]
         size = batch.ids.batch_size  # and not len(batch): an export leaves it open
-        returns = f"task {self.name!r}: forward of {type(model).__name__} ({_written_at(model)}) returns"
-        wanted = (
-            f"Return logits of shape ({size},), or ({size}, {len(heads)}) with a column for each "
-            f"label ({', '.join(heads)}), or a dict of them by label; or override outputs()."
-        )
+
+        def wrong(found: str) -> FeatureError:
+            forward = f"forward of {type(model).__name__} ({_written_at(model)})"
+            return FeatureError(
+                f"task {self.name!r}: {forward} returns {found}. Return logits of shape ({size},), or "
+                f"({size}, {len(heads)}) with a column for each label ({', '.join(heads)}), or a dict of "
+                "them by label; or override outputs()."
+            )
+
         if isinstance(given, Mapping):
             by_head = dict(given)
             if missing := [head for head in batch.labels if head not in by_head]:
                 has = ", ".join(map(repr, by_head)) or "nothing"
-                raise FeatureError(f"{returns} a dict without {missing[0]!r}: it has {has}. {wanted}")
+                raise wrong(f"a dict without {missing[0]!r}: it has {has}")
         elif not isinstance(given, Tensor):
-            raise FeatureError(f"{returns} a {type(given).__name__}. {wanted}")
+            raise wrong(f"a {type(given).__name__}")
         elif given.ndim not in (1, 2):
-            raise FeatureError(f"{returns} a tensor of shape {tuple(given.shape)}. {wanted}")
+            raise wrong(f"a tensor of shape {tuple(given.shape)}")
         else:
             columns = [given] if given.ndim == 1 else list(given.unbind(-1))
             if len(columns) != len(heads):
-                raise FeatureError(f"{returns} {len(columns)} columns for {len(heads)} labels. {wanted}")
+                raise wrong(f"{len(columns)} columns for {len(heads)} labels")
             by_head = dict(zip(heads, columns, strict=True))
         for head, logits in by_head.items():
-            if not isinstance(logits, Tensor) or logits.shape != (size,):
-                found = (
-                    f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-                )
-                raise FeatureError(f"{returns} {found} for {head!r}. {wanted}")
+            if not isinstance(logits, Tensor):
+                raise wrong(f"{type(logits).__name__} for {head!r}")
+            if logits.shape != (size,):
+                raise wrong(f"shape {tuple(logits.shape)} for {head!r}")
         return by_head
 
     def dense_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
