@@ -34,7 +34,7 @@ _DTYPES = {
 _TYPES = (torch.uint8, torch.int64, torch.float32)
 
 
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     """Which columns a block has: only blocks of one layout are gathered together."""
 
     numbers: Mapping[str, int]
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 class RowBlock(NamedTuple):
     """Columns in the form that the core gathers from."""
 
-    layout: Layout
+    layout: BlockLayout
     columns: native.ColumnBlock
 
     @classmethod
@@ -72,10 +72,10 @@ class RowBlock(NamedTuple):
         return cls(_layout(names, [_DTYPES[one] for one in columns.types]), columns)
 
 
-def _layout(names: Iterable[str], types: Sequence[torch.dtype]) -> Layout:
+def _layout(names: Iterable[str], types: Sequence[torch.dtype]) -> BlockLayout:
     numbers = {name: number for number, name in enumerate(names)}
     assert len(numbers) == len(types)
-    return Layout(numbers, tuple(types))
+    return BlockLayout(numbers, tuple(types))
 
 
 class GatheredColumns(Mapping[str, RaggedTensor]):
@@ -86,7 +86,7 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
 
     __slots__ = ("_found", "_layout", "_places")
 
-    def __init__(self, layout: Layout, places: UnmovedRows) -> None:
+    def __init__(self, layout: BlockLayout, places: UnmovedRows) -> None:
         self._layout = layout
         # At any time one of the two is set. Two threads that ask first both gather, with the same result.
         self._places: UnmovedRows | None = places
@@ -193,7 +193,7 @@ class _OneByOne(GatheredColumns):
 
     __slots__ = ("_single",)
 
-    def __init__(self, layout: Layout, places: UnmovedRows) -> None:
+    def __init__(self, layout: BlockLayout, places: UnmovedRows) -> None:
         super().__init__(layout, places)
         self._single: dict[str, RaggedTensor] = {}
 

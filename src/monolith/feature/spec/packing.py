@@ -41,8 +41,8 @@ class UnmovedRows(NamedTuple):
     """Which column of each block has a name. Rows of the same blocks share this object."""
 
 
-class PackedRows(NamedTuple):
-    """What the core has read of rows; what it could not read is not in it."""
+class PackedRecords(NamedTuple):
+    """What the core has read of some records; what it could not read is not in it."""
 
     ids: FeatureIds | None
     floats: dict[str, Tensor]
@@ -155,7 +155,7 @@ class Packer:
         packed = {*(() if ids is None else ids.names), *floats}
         return [name for name in self._all if name not in packed]
 
-    def rows(self, unmoved: UnmovedRows) -> PackedRows | None:
+    def rows(self, unmoved: UnmovedRows) -> PackedRecords | None:
         """Return what can be packed of rows that were not moved; None if they lack a column of an ID
         feature."""
         numbers, plan = self._known
@@ -171,7 +171,7 @@ class Packer:
         ids = None
         if splits is not None and self._names:
             ids = FeatureIds(self._names, torch.from_numpy(flat_ids), torch.from_numpy(splits), size)
-        found = PackedRows(ids, {}, {}, {})
+        found = PackedRecords(ids, {}, {}, {})
         each = torch.from_numpy(flat).view(len(counts), size).unbind(0) if counts else ()
         of_floats = len(plan.floats)
         for name, one, missing in zip(plan.floats, each, counts, strict=False):

@@ -39,7 +39,7 @@ from monolith.feature.spec.kinds import (
     Label,
     SequenceFeature,
 )
-from monolith.feature.spec.packing import PackedRows, Packer, RawCells, UnmovedRows
+from monolith.feature.spec.packing import PackedRecords, Packer, RawCells, UnmovedRows
 from monolith.feature.spec.problems import BadReason, EmptyCells
 from monolith.feature.spec.times import TIME, Recognised, read_times, split_texts, without_empty_texts
 from monolith.table.arguments import MAX_EVENT_TIME
@@ -240,7 +240,7 @@ class RawReader:
         unmoved = records.unmoved
         rows = None if unmoved is None else self._packer.rows(unmoved)
         if rows is None:
-            rows = PackedRows(self._packer.ids(records), self._packer.floats(records) or {}, {}, {})
+            rows = PackedRecords(self._packer.ids(records), self._packer.floats(records) or {}, {}, {})
         elif rows.ids is not None:
             records = records.glance()  # most columns were packed: of the rest, only those needed are moved
         times = self._event_times(records, found)
