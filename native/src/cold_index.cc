@@ -91,6 +91,26 @@ bool ColdIndex::erase(std::uint64_t hash, std::uint64_t location) {
   return true;
 }
 
+bool ColdIndex::move(std::uint64_t hash, std::uint64_t from, std::uint64_t to) {
+  Partition& part = parts_[partition_of(hash)];
+  if (part.cells.empty()) return false;
+  auto& cells = part.cells;
+  const std::uint64_t tag = tag_of(hash) << kLocationBits;
+  std::size_t at = part.home(tag_of(hash));
+  while (cells[at] != 0 && cells[at] < (tag | from)) ++at;
+  if (cells[at] != (tag | from)) return false;
+  // In its cell, unless there are others with this tag.
+  const bool first = at == 0 || cells[at - 1] < tag;
+  const bool last = cells[at + 1] == 0 || cells[at + 1] > (tag | kLocationMask);
+  if (first && last) {
+    cells[at] = tag | to;
+    return true;
+  }
+  erase(hash, from);
+  insert(hash, to);
+  return true;
+}
+
 void ColdIndex::clear() {
   for (Partition& part : parts_) part = {};
   size_ = cells_ = arrays_ = 0;

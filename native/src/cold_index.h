@@ -73,11 +73,7 @@ class ColdIndex {
   // Whether the entry was there.
   bool erase(std::uint64_t hash, std::uint64_t location);
   // Another location for the same hash; false if the entry is not there.
-  bool move(std::uint64_t hash, std::uint64_t from, std::uint64_t to) {
-    if (!erase(hash, from)) return false;
-    insert(hash, to);
-    return true;
-  }
+  bool move(std::uint64_t hash, std::uint64_t from, std::uint64_t to);
   void clear();
 
   // Calls each(entry) for the entries of a partition in ascending order, from the first with at least this

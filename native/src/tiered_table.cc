@@ -14,9 +14,16 @@ namespace {
 constexpr std::size_t kMovedAtOnce = 16384;  // rows that move out by one call
 constexpr std::size_t kReadAtOnce = 65536;   // cold rows whose records are in memory at the same time
 constexpr std::uint64_t kLastHash = std::numeric_limits<std::uint64_t>::max();
-// Of the index, per row: slots of 16 bytes, of which half are free when a partition has just split; and the
-// count of uses.
-constexpr std::size_t kIndexBytes = 34;
+// Of the index, per row: slots of 16 bytes, of which half are free when a partition has just split.
+constexpr std::size_t kIndexBytes = 32;
+constexpr std::size_t kUseBytes = 2;  // of the counts of uses
+// One in so many of the memory's bytes stays free: for a third buffer, and for arrays that are being
+// replaced.
+constexpr std::uint64_t kSpare = 32;
+constexpr std::uint64_t kStep = 64;         // memory is given back by one in so many
+constexpr std::uint64_t kLeastHot = 16;     // at least one in so many is for hot rows
+constexpr std::uint64_t kLeastRecent = 64;  // and for rows that lookups read: between one in so many
+constexpr std::uint64_t kMostRecent = 4;    // and one in so many
 
 void show(const Entry& entry, const std::byte* row, float* values) {
   if (!entry.serving() && entry.decays_lazily())
@@ -32,28 +39,63 @@ TieredTable::TieredTable(std::shared_ptr<Table> hot, const TieredSpec& spec, Col
                          std::shared_ptr<BlockReader> reader)
     : hot_(std::move(hot)),
       spec_(spec),
-      row_cost_(hot_->row_bytes() + kIndexBytes),
+      row_cost_(hot_->row_bytes() + kIndexBytes + kUseBytes),
       cold_(std::move(cold), std::move(reader)),
-      // A buffer that fills, one that is written, and one that waits.
-      fixed_bytes_(3 * cold_.buffer_bytes() + cold_.stats().bytes_recent + cold_.stats().bytes_index),
-      index_bytes_(spec_.memory_bytes / 16) {}
+      recent_bytes_(cold_.stats().bytes_recent) {
+  hot_->become_hot_tier();
+}
 
-std::uint64_t TieredTable::hot_rows_allowed() const {
-  const std::uint64_t beside = fixed_bytes_ + index_bytes_;
+// All that is in memory counts as it is, so rows are hot until the limit is reached. Then the hot table has
+// memory for some rows, and keeps it. It is to have fewer when something else grew: those leave by and by,
+// and their memory is given back once it is a step.
+TieredTable::Room TieredTable::room() const {
+  const TableStats hot = hot_->stats();
+  const ColdStats cold = cold_.stats();
+  Room room;
+  room.held = hot.bytes_rows / hot_->row_bytes();
+  // A buffer that fills and one that is written, whether they are there or not.
+  const std::uint64_t used = hot.bytes_total + room.held * kUseBytes + cold.bytes_index +
+                             std::max<std::uint64_t>(cold.bytes_buffers, 2 * cold_.buffer_bytes()) +
+                             std::max<std::uint64_t>(cold.bytes_recent, recent_bytes_);
+  const std::uint64_t limit = spec_.memory_bytes - spec_.memory_bytes / kSpare;
+  room.over = used > limit ? used - limit : 0;
+  // A part has no row, since each partition has free rows of its own.
+  room.rows = room.held - room.held / 64;
+  if (room.over == 0)
+    room.rows += (limit - used) / row_cost_;
+  else
+    room.rows -= std::min(room.rows, room.over / hot_->row_bytes());
   // An index that takes nearly all of the memory leaves a sixteenth: training continues, slowly.
-  const std::uint64_t left =
-      std::max(spec_.memory_bytes - std::min(spec_.memory_bytes, beside), spec_.memory_bytes / 16);
-  const std::uint64_t rows = std::max<std::uint64_t>(left / row_cost_, 1);
-  return spec_.most_hot_rows != 0 ? std::min(rows, spec_.most_hot_rows) : rows;
+  room.rows = std::max<std::uint64_t>({room.rows, spec_.memory_bytes / kLeastHot / row_cost_, 1});
+  if (spec_.most_hot_rows != 0) room.rows = std::min(room.rows, spec_.most_hot_rows);
+  return room;
 }
 
 std::uint64_t TieredTable::cold_memory_bytes() const {
   const ColdStats stats = cold_.stats();
-  return stats.bytes_index + stats.bytes_buffers + stats.bytes_recent + 2 * hot_->size();
+  const std::uint64_t held = hot_->stats().bytes_rows / hot_->row_bytes();
+  return stats.bytes_index + stats.bytes_buffers + stats.bytes_recent + kUseBytes * held;
 }
 
 bool TieredTable::must_shrink() const {
   return shrinks_.load(std::memory_order_relaxed) && !snapshot_open_;
+}
+
+void TieredTable::shrink() {
+  shrinks_ = !hot_->shrink_to(room().rows);
+}
+
+// Lookups are one batch ahead of writes, so what two of them read is kept. Slowly: a walk over the table
+// between two steps of training is no batch.
+void TieredTable::follow_lookups() {
+  const std::uint64_t read = cold_.count_remembered();
+  lately_ = read > lately_ ? std::min(read, lately_ + lately_ / 4 + 64) : lately_ - (lately_ - read) / 32;
+  const std::uint64_t wanted = lately_ * 9 / 4 * (cold_.record_bytes() + 16);
+  recent_bytes_ = std::clamp(wanted, spec_.memory_bytes / kLeastRecent, spec_.memory_bytes / kMostRecent);
+  const std::uint64_t held = cold_.stats().bytes_recent;
+  if (recent_bytes_ < held && recent_bytes_ + recent_bytes_ / 4 > held) return;
+  // More once the hot table has given memory for it.
+  if (recent_bytes_ < held || room().over <= spec_.memory_bytes / kStep) cold_.remember_up_to(recent_bytes_);
 }
 
 // ---- reading -------------------------------------------------------------------------------------
@@ -200,32 +242,24 @@ std::size_t TieredTable::move_out(std::size_t count) {
   }
   cold_.append(kept);
   hot_->move_out(records);
-  const std::uint64_t index = cold_.stats().bytes_index;
-  if (index > index_bytes_ && index_bytes_ < spec_.memory_bytes) {
-    // By large steps: with each of them the hot table starts anew.
-    index_bytes_ = std::min<std::uint64_t>(index_bytes_ + index_bytes_ / 5 * 2, spec_.memory_bytes);
-    shrinks_ = hot_->stats().bytes_total > hot_rows_allowed() * row_cost_;
-  }
   return records.size() / bytes;
 }
 
 std::size_t TieredTable::spill(std::size_t incoming) {
-  const std::uint64_t allowed = hot_rows_allowed();
+  const Room room = this->room();
+  shrinks_ = room.over > 0 && room.held > room.rows &&
+             (room.held - room.rows) * hot_->row_bytes() > spec_.memory_bytes / kStep;
   const std::uint64_t rows = hot_->size() + incoming;
-  if (rows <= allowed) return 0;
+  if (rows <= room.rows) return 0;
   // More than is missing, so that the next batches find room.
-  const std::uint64_t wanted = rows - allowed + allowed / 64;
-  const std::size_t moved = move_out(std::min<std::uint64_t>(wanted, kMovedAtOnce));
-  return moved == 0 || moved >= rows - allowed ? 0 : rows - allowed - moved;
-}
-
-std::size_t TieredTable::spill_all() {
-  hot_->count_uses({}, nullptr);  // no row is in use
-  if (move_out(kMovedAtOnce) == 0) shrinks_ = false;
-  return hot_->size();
+  const std::uint64_t wanted = rows - room.rows + room.rows / 64;
+  const std::uint64_t half = std::max<std::uint64_t>(cold_.buffer_bytes() / cold_.record_bytes() / 2, 1);
+  const std::size_t moved = move_out(std::min<std::uint64_t>({wanted, half, kMovedAtOnce}));
+  return moved == 0 || moved >= rows - room.rows ? 0 : rows - room.rows - moved;
 }
 
 void TieredTable::bring() {
+  follow_lookups();
   if (missing_.empty() || cold_.size() == 0) return;
   const std::size_t bytes = cold_.record_bytes();
   std::vector<std::byte> records;
@@ -316,7 +350,6 @@ void TieredTable::clear(std::size_t rows) {
   }
   hot_->clear(std::min<std::uint64_t>(rows, hot_rows_allowed()));
   cold_.clear();
-  index_bytes_ = spec_.memory_bytes / 16;
   shrinks_ = false;
 }
 

@@ -346,6 +346,13 @@ void the_index_finds_what_was_put_into_it() {
       const std::uint64_t hash = (random() % 3 << 62) | (random() % 5000 << 28);
       index.insert(hash, next);
       truth[next++] = hash;
+    } else if (random() % 3 == 0) {
+      const auto some = truth.lower_bound(random() % next);
+      if (some == truth.end()) continue;
+      CHECK(index.move(some->second, some->first, next));
+      CHECK(!index.move(some->second, some->first, next + 1));
+      truth[next++] = some->second;
+      truth.erase(some);
     } else {
       auto some = truth.lower_bound(random() % next);
       if (some == truth.end()) some = truth.begin();
