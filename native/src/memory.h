@@ -142,7 +142,7 @@ class IndexHeap {
   explicit IndexHeap(Budget& budget) : budget_(budget) {}
   ~IndexHeap();
 
-  // What is freed goes back to the system from now on, at the price of page faults for what is allocated
+  // What is freed returns to the system from now on, at the price of page faults for what is allocated
   // next. For a table that shrinks; called before it is large.
   void give_back_freed() { gives_back_ = true; }
   // The size that `bytes` will really take; all of it can be used.

@@ -150,7 +150,7 @@ class Table {
   // Rows that leave for another tier, and rows that come from there: no change for subscribers or snapshots.
   void move_out(std::span<const std::byte> records);
   void move_in(std::span<const std::byte> records);
-  // Called once, before the first row: freed memory of the index goes back to the system.
+  // Called once, before the first row: freed memory of the index returns to the system.
   void become_hot_tier();
   // Moves rows together until there is memory for so many, or for as many as there are, and gives the rest
   // back to the system; false while a snapshot is open.

@@ -170,7 +170,7 @@ class ManyClicks(Clicks):
     dim: int = 512
 
     def model(self) -> nn.Module:
-        model = super().model()
+        model: nn.Module = super().model()
         with torch.no_grad():
             for weight in model.parameters():
                 weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).view_as(weight))
