@@ -213,9 +213,8 @@ void bind_tiered_table(nb::module_& m) {
       .def("spill", &TieredTable::spill, "incoming"_a, nb::call_guard<GilReleased>(),
            "Move some hot rows out if so many more do not fit; returns how many are still too many.")
       .def("bring", &TieredTable::bring, nb::call_guard<GilReleased>(), "Move the cold rows of the batch in.")
-      .def("spill_all", &TieredTable::spill_all, nb::call_guard<GilReleased>(),
-           "Move some of all rows out; returns how many are left.")
-      .def("shrink", &TieredTable::shrink, nb::call_guard<GilReleased>())
+      .def("shrink", &TieredTable::shrink, nb::call_guard<GilReleased>(),
+           "Give back memory that hot rows no longer need.")
       .def("wait_for_room", &TieredTable::wait_for_room, "seconds"_a, nb::call_guard<GilReleased>())
       .def("flush", &TieredTable::flush, nb::call_guard<GilReleased>(),
            "Wait until everything is written and compacted.")

@@ -1,13 +1,16 @@
 // ColdIndex: where the cold rows of a table are, at 9 to 10 bytes per row.
 //
-//   hash of an ID    12 bits: partition | 24 bits: tag | 28 bits, which are not kept
-//   entry            24 bits: tag | 40 bits: location; 0 is a free cell
+//   hash of an ID    10 bits: partition | 26 bits: tag | 28 bits, which are not kept
+//   entry            26 bits: tag | 38 bits: location; 0 is a free cell
 //
 // A partition is one array of entries in ascending order with free cells in between: linear probing from a
 // home cell that is proportional to the tag. So it is rehashed from the entries alone, walked in the order of
 // hashes, and a search ends at the first larger tag. The rest of the hash is in the file, next to the row:
-// IDs may share a tag, and a caller compares the whole hash of the row that it reads. With 50,000 rows in a
+// IDs may share a tag, and a caller compares the whole hash of the row that it reads. With 200,000 rows in a
 // partition one ID in 300 has to read another row, too.
+//
+// 1,024 partitions are few enough that 100,000 rows fill them, and enough that none takes long to grow: its
+// entries are copied once whenever there are 4 to 7 % more of them.
 #pragma once
 
 #include <array>
@@ -20,9 +23,9 @@ namespace monolith {
 // Not thread-safe: its owner has a lock.
 class ColdIndex {
  public:
-  static constexpr int kPartitionBits = 12;
-  static constexpr int kTagBits = 24;
-  static constexpr int kLocationBits = 40;
+  static constexpr int kPartitionBits = 10;
+  static constexpr int kTagBits = 26;
+  static constexpr int kLocationBits = 38;
   static constexpr int kKeptBits = kPartitionBits + kTagBits;  // the leading bits of a hash that it knows
   static constexpr std::uint64_t kLocationMask = (std::uint64_t{1} << kLocationBits) - 1;
 
@@ -36,7 +39,10 @@ class ColdIndex {
   }
 
   std::size_t size() const { return size_; }
-  std::size_t bytes() const { return cells_ * sizeof(std::uint64_t) + sizeof(*this); }
+  // With what the allocator adds to each array.
+  std::size_t bytes() const {
+    return cells_ * sizeof(std::uint64_t) + arrays_ * 2 * sizeof(void*) + sizeof(*this);
+  }
   // What bytes() is with so many entries, on average: partitions are between two sizes.
   static std::size_t expected_bytes(std::uint64_t entries);
 
@@ -69,11 +75,7 @@ class ColdIndex {
   // Whether the entry was there.
   bool erase(std::uint64_t hash, std::uint64_t location);
   // Another location for the same hash; false if the entry is not there.
-  bool move(std::uint64_t hash, std::uint64_t from, std::uint64_t to) {
-    if (!erase(hash, from)) return false;
-    insert(hash, to);
-    return true;
-  }
+  bool move(std::uint64_t hash, std::uint64_t from, std::uint64_t to);
   void clear();
 
   // Calls each(entry) for the entries of a partition in ascending order, from the first with at least this
@@ -93,8 +95,8 @@ class ColdIndex {
   // last cell is always free, so that every search ends.
   struct Partition {
     std::vector<std::uint64_t> cells;
-    std::size_t homes = 0;
-    std::size_t count = 0;
+    std::uint32_t homes = 0;
+    std::uint32_t count = 0;
     std::size_t home(std::uint64_t tag) const { return tag * homes >> kTagBits; }
   };
 
@@ -104,6 +106,7 @@ class ColdIndex {
   std::array<Partition, std::size_t{1} << kPartitionBits> parts_;
   std::size_t size_ = 0;
   std::size_t cells_ = 0;
+  std::size_t arrays_ = 0;
 };
 
 }  // namespace monolith

@@ -6,10 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <new>
 #include <random>
 #include <system_error>
 #include <utility>
@@ -22,12 +20,10 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kBlockHead = 16;
-constexpr std::size_t kRoundBytes = std::size_t{8} << 20;   // read at once
-constexpr std::size_t kMostAtOnce = 128 << 10;              // one read of blocks that follow each other
+constexpr std::size_t kMostAtOnce = 64 << 10;               // one read of blocks that follow each other
 constexpr std::size_t kStreamBytes = std::size_t{1} << 20;  // one write, and one read of a whole file
 constexpr std::size_t kLocked = 4096;                       // IDs that are looked up under one lock
 constexpr std::size_t kAhead = 16;
-constexpr std::size_t kWays = 4;
 constexpr char kMagic[8] = {'M', 'O', 'N', 'O', 'C', 'O', 'L', 'D'};
 constexpr std::uint32_t kVersion = 1;
 
@@ -64,17 +60,6 @@ struct FileHead {
   std::uint32_t zero;
 };
 
-struct Free {
-  void operator()(std::byte* memory) const { std::free(memory); }
-};
-using Aligned = std::unique_ptr<std::byte, Free>;
-
-Aligned aligned(std::size_t bytes) {
-  auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kPage, rounded(bytes, kPage)));
-  if (memory == nullptr) throw std::bad_alloc();
-  return Aligned(memory);
-}
-
 void put_epoch(std::byte* record, std::uint32_t epoch) {
   std::memcpy(record + offsetof(RecordHead, epoch), &epoch, sizeof(epoch));
 }
@@ -103,15 +88,6 @@ std::int64_t first_bad_block(std::span<const std::byte> blocks, std::size_t bloc
       return static_cast<std::int64_t>(i);
   return -1;
 }
-
-class ColdStore::Blocks {
- public:
-  explicit Blocks(std::size_t bytes) : memory_(aligned(bytes)) {}
-  std::byte* data() const { return memory_.get(); }
-
- private:
-  Aligned memory_;
-};
 
 struct ColdStore::File {
   std::uint64_t number = 0;    // unique in its store
@@ -145,16 +121,14 @@ ColdStore::ColdStore(ColdSpec spec, std::shared_ptr<BlockReader> reader)
       record_bytes_(ColdLayout(spec_.row_bytes).record_bytes),
       block_bytes_(ColdLayout(spec_.row_bytes).block_bytes),
       rows_per_block_(ColdLayout(spec_.row_bytes).rows_per_block),
-      rows_per_file_(std::clamp<std::size_t>(spec_.buffer_bytes / record_bytes_, 8, kRowMask)) {
+      rows_per_file_(std::clamp<std::size_t>(spec_.buffer_bytes / record_bytes_, 8, kRowMask)),
+      recent_(record_bytes_) {
   if (spec_.row_bytes == 0 || spec_.row_bytes % 16 != 0)
     throw std::invalid_argument("cold store: rows must be of a multiple of 16 bytes");
   if (reader_ == nullptr) throw std::invalid_argument("cold store: needs a reader");
   files_.emplace_back();  // location 0 is no row
   captured_.resize(std::size_t{1} << ColdIndex::kPartitionBits);
-  const std::size_t sets = std::max<std::size_t>(spec_.recent_bytes / record_bytes_ / kWays, 16);
-  recent_.keys.assign(sets * kWays, 0);
-  recent_.records.resize(sets * kWays * record_bytes_);
-  recent_.next.assign(sets, 0);
+  remember_up_to(spec_.recent_bytes);
   thread_ = std::thread([this] { serve(); });
 }
 
@@ -178,7 +152,10 @@ ColdStats ColdStore::stats() const {
   found.rows = index_.size();
   found.bytes_index = index_.bytes();
   for (const auto& captured : captured_) found.bytes_index += captured.capacity() * sizeof(std::uint64_t);
-  found.bytes_recent = recent_.records.size() + recent_.keys.size() * sizeof(std::uint64_t);
+  {
+    std::lock_guard held(recent_mutex_);
+    found.bytes_recent = recent_.bytes();
+  }
   const auto count = [&](const File& file) {
     if (file.buffer != nullptr) {
       found.bytes_buffers += rows_per_file_ * record_bytes_;
@@ -259,15 +236,15 @@ void ColdStore::put(const std::byte* record) {
   if (open_->rows == rows_per_file_) seal();
 }
 
-// The entry is there.
-void ColdStore::erase(std::uint64_t hash, std::uint64_t location) {
-  index_.erase(hash, location);
+// Whether the entry was there.
+bool ColdStore::erase(std::uint64_t hash, std::uint64_t location) {
+  if (!index_.erase(hash, location)) return false;
   const std::shared_ptr<File> file = files_[location >> kRowBits];
   if (of_snapshot(*file))
     captured_[ColdIndex::partition_of(hash)].push_back(ColdIndex::tag_of(hash) << ColdIndex::kLocationBits |
                                                        location);
   --file->live;
-  if (file->buffer != nullptr) return;
+  if (file->buffer != nullptr) return true;
   if (file->live == 0) {
     release(file);
   } else if (!file->ripe && 2 * file->live < file->rows) {
@@ -275,6 +252,7 @@ void ColdStore::erase(std::uint64_t hash, std::uint64_t location) {
     ++ripe_;
     work_.notify_all();
   }
+  return true;
 }
 
 // ---- what changes rows ---------------------------------------------------------------------------
@@ -293,7 +271,10 @@ void ColdStore::append(std::span<const std::byte> records) {
 
 bool ColdStore::wait_for_room(double seconds) {
   std::unique_lock lock(mutex_);
-  return done_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return sealed_.size() < 2; });
+  return done_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
+    return sealed_.empty() ||
+           (sealed_.size() == 1 && (open_ == nullptr || 2 * open_->rows <= rows_per_file_));
+  });
 }
 
 void ColdStore::flush() {
@@ -309,9 +290,7 @@ std::size_t ColdStore::forget(std::span<const std::uint64_t> hashes, const std::
     std::lock_guard lock(mutex_);
     for (const std::size_t end = std::min(hashes.size(), at + kLocked); at < end; ++at) {
       if (at + kAhead < hashes.size()) index_.prefetch(hashes[at + kAhead]);
-      if (locations[at] == 0 || !index_.contains(hashes[at], locations[at])) continue;
-      erase(hashes[at], locations[at]);
-      ++gone;
+      gone += locations[at] != 0 && erase(hashes[at], locations[at]);
     }
   }
   return gone;
@@ -490,24 +469,9 @@ std::uint64_t ColdStore::key_of(const File& file, std::uint64_t location) const 
   return file.number << kRowBits | (location & kRowMask);
 }
 
-bool ColdStore::recall(std::uint64_t key, std::uint64_t hash, std::byte* record) const {
-  std::lock_guard lock(recent_.mutex);
-  const std::size_t set = mix(static_cast<std::int64_t>(key)) % recent_.next.size() * kWays;
-  for (std::size_t at = set; at < set + kWays; ++at) {
-    const std::byte* const held = recent_.records.data() + at * record_bytes_;
-    if (recent_.keys[at] != key || hash_at(held) != hash) continue;
-    std::memcpy(record, held, record_bytes_);
-    return true;
-  }
-  return false;
-}
-
-void ColdStore::remember(std::uint64_t key, const std::byte* record) {
-  std::lock_guard lock(recent_.mutex);
-  const std::size_t set = mix(static_cast<std::int64_t>(key)) % recent_.next.size();
-  const std::size_t at = set * kWays + recent_.next[set]++ % kWays;
-  recent_.keys[at] = key;
-  std::memcpy(recent_.records.data() + at * record_bytes_, record, record_bytes_);
+void ColdStore::remember_up_to(std::size_t bytes) {
+  std::lock_guard lock(recent_mutex_);
+  recent_.resize(bytes / recent_.row_cost());
 }
 
 void ColdStore::check(const File& file, std::uint64_t block, const std::byte* bytes,
@@ -531,69 +495,48 @@ void ColdStore::fetch(std::vector<Wanted>& wanted, const Files& files, Each&& ea
   std::sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) {
     return a.file != b.file ? a.file < b.file : a.location < b.location;
   });
-  std::unique_ptr<Blocks> blocks;
-  {
-    std::lock_guard lock(blocks_mutex_);
-    if (!blocks_.empty()) {
-      blocks = std::move(blocks_.back());
-      blocks_.pop_back();
-    }
-  }
-  const std::size_t room = std::max<std::size_t>(kRoundBytes / block_bytes_, 1);
-  if (blocks == nullptr) blocks = std::make_unique<Blocks>(room * block_bytes_);
   const auto block_of = [&](const Wanted& one) { return 1 + (one.location & kRowMask) / rows_per_block_; };
   std::vector<BlockReader::Read> reads;
-  struct Placed {
-    std::size_t first, end;  // in `wanted`
-    std::uint64_t block;
-  };
-  std::vector<Placed> placed;  // what is in each block of the round
-  std::uint64_t read_bytes = 0, read_count = 0;
-  for (std::size_t at = 0; at < wanted.size();) {
-    reads.clear();
-    placed.clear();
-    while (at < wanted.size() && placed.size() < room) {
-      const File& file = *files[wanted[at].file];
-      const std::uint64_t block = block_of(wanted[at]);
-      const bool follows = !reads.empty() && reads.back().descriptor == file.descriptor &&
-                           reads.back().offset + reads.back().bytes == block * block_bytes_ &&
-                           reads.back().bytes + block_bytes_ <= kMostAtOnce;
-      if (follows)
-        reads.back().bytes += block_bytes_;
-      else
-        reads.push_back({file.descriptor, block * block_bytes_, block_bytes_,
-                         blocks->data() + placed.size() * block_bytes_});
-      const std::size_t first = at;
-      for (++at;
-           at < wanted.size() && wanted[at].file == wanted[first].file && block_of(wanted[at]) == block;)
-        ++at;
-      placed.push_back({first, at, block});
+  std::vector<std::size_t> firsts;  // of each read, in `wanted`; and the end
+  std::uint64_t read_bytes = 0;
+  for (std::size_t at = 0; at < wanted.size(); ++at) {
+    const int descriptor = files[wanted[at].file]->descriptor;
+    const std::uint64_t offset = block_of(wanted[at]) * block_bytes_;
+    if (!reads.empty() && reads.back().descriptor == descriptor) {
+      BlockReader::Read& last = reads.back();
+      const std::uint64_t end = last.offset + last.bytes;
+      if (offset < end) continue;  // the block of the one before
+      if (offset == end && last.bytes + block_bytes_ <= kMostAtOnce) {
+        last.bytes += block_bytes_;
+        read_bytes += block_bytes_;
+        continue;
+      }
     }
-    reader_->run(reads);
-    for (const BlockReader::Read& read : reads) {
-      read_bytes += read.bytes;
-      ++read_count;
-      if (read.error == 0) continue;
-      const File& file = **std::find_if(files.begin(), files.end(),
-                                        [&](const auto& one) { return one->descriptor == read.descriptor; });
+    reads.push_back({descriptor, offset, block_bytes_, nullptr});
+    firsts.push_back(at);
+    read_bytes += block_bytes_;
+  }
+  firsts.push_back(wanted.size());
+  reader_->run(reads, [&](std::size_t number, const std::byte* bytes) {
+    const BlockReader::Read& read = reads[number];
+    const File& file = *files[wanted[firsts[number]].file];
+    if (read.error != 0)
       throw ColdDamage(file.path, read.offset,
                        read.error < 0 ? "the file ends too early"
                                       : std::string("it cannot be read: ") + std::strerror(read.error));
+    for (std::size_t at = firsts[number]; at < firsts[number + 1];) {
+      const std::uint64_t block = block_of(wanted[at]);
+      const std::byte* const found = bytes + (block * block_bytes_ - read.offset);
+      std::size_t end = at;
+      while (end < firsts[number + 1] && block_of(wanted[end]) == block) ++end;
+      check(file, block, found, std::span(wanted).subspan(at, end - at));
+      for (; at < end; ++at)
+        each(wanted[at],
+             found + kBlockHead + (wanted[at].location & kRowMask) % rows_per_block_ * record_bytes_);
     }
-    for (std::size_t i = 0; i < placed.size(); ++i) {
-      const std::byte* const block = blocks->data() + i * block_bytes_;
-      const std::span some(wanted.data() + placed[i].first, placed[i].end - placed[i].first);
-      check(*files[some[0].file], placed[i].block, block, some);
-      for (const Wanted& one : some)
-        each(one, block + kBlockHead + (one.location & kRowMask) % rows_per_block_ * record_bytes_);
-    }
-  }
-  {
-    std::lock_guard lock(blocks_mutex_);
-    blocks_.push_back(std::move(blocks));
-  }
+  });
   std::lock_guard lock(mutex_);
-  counts_.reads += read_count;
+  counts_.reads += reads.size();
   counts_.bytes_read += read_bytes;
 }
 
@@ -605,16 +548,19 @@ void ColdStore::read(std::span<const std::uint64_t> hashes, std::byte* records, 
   std::uint64_t found = 0, recent = 0;
   for (std::size_t at = 0; at < hashes.size();) {
     std::lock_guard lock(mutex_);
+    std::lock_guard also(recent_mutex_);
     for (const std::size_t end = std::min(hashes.size(), at + kLocked); at < end; ++at) {
       if (at + kAhead < hashes.size()) index_.prefetch(hashes[at + kAhead]);
       locations[at] = 0;
       index_.candidates(hashes[at], [&](std::uint64_t location) {
         const std::shared_ptr<File>& file = files_[location >> kRowBits];
         std::byte* const into = records + at * record_bytes_;
-        if (const std::byte* const held = in_memory(location)) {
-          if (hash_at(held) != hashes[at]) return;
+        const std::byte* held = in_memory(location);
+        if (held == nullptr) held = recent_.find(key_of(*file, location));
+        if (held != nullptr) {
+          if (hash_at(held) != hashes[at]) return;  // another ID with the same tag
           std::memcpy(into, held, record_bytes_);
-        } else if (!recall(key_of(*file, location), hashes[at], into)) {
+        } else {
           places.resize(files_.size());
           std::uint32_t& place = places[file->slot];
           // A slot may have another file by now: this call releases its lock at times.
@@ -637,9 +583,18 @@ void ColdStore::read(std::span<const std::uint64_t> hashes, std::byte* records, 
     std::memcpy(into, record, record_bytes_);
     if (files[one.file]->adopted) put_epoch(into, files[one.file]->newest_epoch);
     locations[one.position] = one.location;
-    ++found;
-    if (keep) remember(key_of(*files[one.file], one.location), into);
   });
+  for (std::size_t at = 0; at < wanted.size();) {
+    std::lock_guard lock(recent_mutex_);
+    for (const std::size_t end = std::min(wanted.size(), at + kLocked); at < end; ++at) {
+      const Wanted& one = wanted[at];
+      if (locations[one.position] != one.location) continue;
+      ++found;
+      if (!keep) continue;
+      recent_.put(key_of(*files[one.file], one.location), records + one.position * record_bytes_);
+      remembered_.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
   std::lock_guard lock(mutex_);
   counts_.rows_found += found;
   counts_.rows_recent += recent;
@@ -711,7 +666,9 @@ ColdChunk ColdStore::scan(std::uint64_t cursor, std::uint64_t last, std::size_t 
       for (; on && gone != captured.end(); ++gone) on = visit(part, *gone);
     }
   }
+  std::mutex taking;
   fetch(wanted, files, [&](const Wanted& one, const std::byte* record) {
+    std::lock_guard lock(taking);
     const std::size_t before = records.size();
     take(record);
     const File& file = *files[one.file];
@@ -828,17 +785,22 @@ bool ColdStore::pause(std::unique_lock<std::mutex>& lock, const std::string& tro
 // Writes the live rows of a full buffer, in the order of their hashes, and leads the index to them.
 void ColdStore::write(const std::shared_ptr<File>& sealed) {
   std::vector<const std::byte*> records;
-  std::vector<std::uint64_t> from;
   const std::uint64_t first = std::uint64_t{sealed->slot} << kRowBits;
-  for (std::size_t row = 0; row < sealed->rows;) {
-    std::lock_guard lock(mutex_);
-    for (const std::size_t end = std::min(sealed->rows, row + kLocked); row < end; ++row) {
-      const std::byte* const record = sealed->buffer.get() + row * record_bytes_;
-      if (index_.contains(hash_at(record), first + row)) records.push_back(record);
-    }
-  }
+  const auto location_of = [&](const std::byte* record) {
+    return first + static_cast<std::size_t>(record - sealed->buffer.get()) / record_bytes_;
+  };
+  for (std::size_t row = 0; row < sealed->rows; ++row)
+    records.push_back(sealed->buffer.get() + row * record_bytes_);
+  // Before the index is asked, which is in this order, too.
   std::sort(records.begin(), records.end(),
             [](const std::byte* a, const std::byte* b) { return hash_at(a) < hash_at(b); });
+  std::size_t kept = 0;
+  for (std::size_t at = 0; at < records.size();) {
+    std::lock_guard lock(mutex_);
+    for (const std::size_t end = std::min(records.size(), at + kLocked); at < end; ++at)
+      if (index_.contains(hash_at(records[at]), location_of(records[at]))) records[kept++] = records[at];
+  }
+  records.resize(kept);
   std::shared_ptr<File> file;
   std::unique_lock lock(mutex_);
   while (!records.empty()) {
@@ -874,8 +836,7 @@ void ColdStore::write(const std::shared_ptr<File>& sealed) {
     const std::uint64_t to = std::uint64_t{file->slot} << kRowBits;
     for (std::size_t row = 0; row < records.size();) {
       for (const std::size_t end = std::min(records.size(), row + kLocked); row < end; ++row) {
-        const std::size_t at = static_cast<std::size_t>(records[row] - sealed->buffer.get()) / record_bytes_;
-        if (index_.move(hash_at(records[row]), first + at, to + row)) ++file->live;
+        if (index_.move(hash_at(records[row]), location_of(records[row]), to + row)) ++file->live;
       }
       lock.unlock();  // readers come in between
       lock.lock();
@@ -1028,8 +989,7 @@ void ColdStore::compact(const std::shared_ptr<File>& file) {
             memory.get() + i * block_bytes_ + kBlockHead + (row - begin) * record_bytes_;
         if (file->adopted) put_epoch(record, file->newest_epoch);
         const std::uint64_t hash = hash_at(record);
-        if (!index_.contains(hash, first + row)) continue;
-        index_.erase(hash, first + row);
+        if (!index_.erase(hash, first + row)) continue;
         --file->live;
         put(record);
         ++moved;

@@ -39,6 +39,7 @@
 
 #include "block_reader.h"
 #include "cold_index.h"
+#include "recent_rows.h"
 #include "row_record.h"
 
 namespace monolith {
@@ -48,7 +49,8 @@ struct ColdSpec {
   std::string table;             // its name, for the head of files and for errors
   std::size_t row_bytes = 0;     // of a row as the table stores it, a multiple of 16
   std::size_t buffer_bytes = 0;  // how many bytes of records are written as one file
-  std::size_t recent_bytes = 0;  // for rows that were read and may be wanted again at once
+  std::size_t recent_bytes =
+      0;  // for rows that were read and may be wanted again at once; see remember_up_to
 };
 
 // How rows are laid out in files.
@@ -118,9 +120,11 @@ class ColdStore {
   std::size_t size() const;
   ColdStats stats() const;
 
-  // Takes rows of ids that have none here: records side by side. Does not wait for the disk.
+  // Takes rows of ids that have none here: records side by side. Does not wait for the disk. With
+  // wait_for_room before each half of a buffer, there are no more than two buffers, and a third while files
+  // are compacted.
   void append(std::span<const std::byte> records);
-  // Waits until no more than one full buffer is to be written; false if that takes longer.
+  // Waits until half a buffer can be taken in two buffers; false if that takes longer.
   bool wait_for_room(double seconds);
   // Why the last attempt to write failed; empty if it did not.
   std::string trouble() const;
@@ -140,6 +144,9 @@ class ColdStore {
   // With `remember`, rows from files are kept for a while, since they are likely to be wanted again.
   void read(std::span<const std::uint64_t> hashes, std::byte* records, std::uint64_t* locations,
             bool remember);
+  // The memory for such rows, from now on; and how many were kept since the last call.
+  void remember_up_to(std::size_t bytes);
+  std::size_t count_remembered() { return remembered_.exchange(0); }
   // Removes rows, if they are still at their locations; returns how many were.
   std::size_t forget(std::span<const std::uint64_t> hashes, const std::uint64_t* locations);
   // How many are at their locations.
@@ -178,7 +185,6 @@ class ColdStore {
     std::uint32_t file;      // among the files it holds on to
   };
   using Files = std::vector<std::shared_ptr<File>>;
-  class Blocks;  // aligned memory for a round of reads
 
   static constexpr int kRowBits = 20;
   static constexpr std::uint64_t kRowMask = (1 << kRowBits) - 1;
@@ -187,9 +193,9 @@ class ColdStore {
   void seal();
   std::shared_ptr<File> add_file();
   void release(const std::shared_ptr<File>& file);
-  void erase(std::uint64_t hash, std::uint64_t location);
+  bool erase(std::uint64_t hash, std::uint64_t location);
   void put(const std::byte* record);
-  // Reads the blocks of rows, each once, and calls each(wanted, record).
+  // Reads the blocks of rows, each once, and calls each(wanted, record), from several threads at once.
   template <class Each>
   void fetch(std::vector<Wanted>& wanted, const Files& files, Each&& each);
   void check(const File& file, std::uint64_t block, const std::byte* bytes,
@@ -236,18 +242,9 @@ class ColdStore {
   std::vector<std::vector<std::uint64_t>> captured_;  // by partition: entries of it that are gone since
   std::vector<std::shared_ptr<File>> kept_;           // released, but for the snapshot
 
-  struct Recent {
-    std::mutex mutex;                 // guards what follows
-    std::vector<std::uint64_t> keys;  // number of the file and of the row; 0 is free
-    std::vector<std::byte> records;
-    std::vector<std::uint8_t> next;  // by set: which to replace
-  };
-  mutable Recent recent_;
-  bool recall(std::uint64_t key, std::uint64_t hash, std::byte* record) const;
-  void remember(std::uint64_t key, const std::byte* record);
-
-  std::mutex blocks_mutex_;                      // guards blocks_
-  std::vector<std::unique_ptr<Blocks>> blocks_;  // of earlier calls, for the next ones
+  mutable std::mutex recent_mutex_;  // guards recent_; taken last
+  RecentRows recent_;                // by number of the file and of the row
+  std::atomic<std::size_t> remembered_{0};
 
   std::thread thread_;
 };

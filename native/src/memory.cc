@@ -69,7 +69,8 @@ RowArenas::Range RowArenas::take(std::uint32_t wanted) {
     wanted = kChunkRows;
     if (!budget_.take(wanted * row_bytes_)) return {};
   }
-  if (std::has_single_bit(first)) {  // the first row of a new arena, which holds `first` rows
+  // The first row of a new arena, which holds `first` rows.
+  if (std::has_single_bit(first) && origins_[std::countl_zero(first)].load() == nullptr) {
     try {
       regions_.emplace_back(std::size_t{first} * row_bytes_);
     } catch (const std::bad_alloc&) {
@@ -84,6 +85,29 @@ RowArenas::Range RowArenas::take(std::uint32_t wanted) {
   next_ += wanted;
   taken_.fetch_add(wanted * row_bytes_, std::memory_order_relaxed);
   return {first, first + wanted};
+}
+
+std::uint32_t RowArenas::end() const {
+  std::lock_guard lock(mutex_);
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(next_, UINT32_MAX));
+}
+
+void RowArenas::release_from(std::uint32_t first) {
+  std::lock_guard lock(mutex_);
+  if (first >= next_) return;
+  for (std::size_t arena = 0; arena < regions_.size(); ++arena) {
+    const std::uint64_t begin = std::uint64_t{kChunkRows} << arena;  // its first row
+    if (2 * begin <= first) continue;
+    const std::size_t kept = first > begin ? round_up((first - begin) * row_bytes_, kPage) : 0;
+    const std::size_t used = std::min(2 * begin, next_) > begin
+                                 ? round_up((std::min(2 * begin, next_) - begin) * row_bytes_, kPage)
+                                 : 0;
+    if (used > kept) madvise(regions_[arena].data() + kept, used - kept, MADV_DONTNEED);
+  }
+  const std::size_t bytes = (next_ - first) * row_bytes_;
+  next_ = first;
+  taken_.fetch_sub(bytes, std::memory_order_relaxed);
+  budget_.give(bytes);
 }
 
 IndexHeap::~IndexHeap() {
@@ -112,7 +136,7 @@ void* IndexHeap::allocate(std::size_t bytes) {
       // Regions grow with what is in use, from 2 to 8 MiB, so that slack stays a small share.
       std::size_t size = std::clamp(round_up(taken_.load() / 4, kHugePage), kHugePage, 4 * kHugePage);
       size = std::max(size, wanted);
-      if (!budget_.take(size)) {
+      if (!gives_back_ && !budget_.take(size)) {
         size = wanted;
         if (!budget_.take(size)) return nullptr;
       }
@@ -124,7 +148,11 @@ void* IndexHeap::allocate(std::size_t bytes) {
         budget_.give(size);
         return nullptr;
       }
-      taken_.fetch_add(size, std::memory_order_relaxed);
+      if (!gives_back_) taken_.fetch_add(size, std::memory_order_relaxed);
+    }
+    if (gives_back_) {
+      if (!budget_.take(wanted)) return nullptr;
+      taken_.fetch_add(wanted, std::memory_order_relaxed);
     }
     found = best->first;
     const std::size_t left = best->second - wanted;
@@ -146,6 +174,11 @@ void IndexHeap::free(void* array, std::size_t bytes) {
     taken_.fetch_sub(bytes, std::memory_order_relaxed);
     budget_.give(bytes);
     return;
+  }
+  if (gives_back_) {
+    madvise(begin, size, MADV_DONTNEED);
+    taken_.fetch_sub(size, std::memory_order_relaxed);
+    budget_.give(size);
   }
   auto after = holes_.lower_bound(begin);
   if (after != holes_.end() && begin + size == after->first) {

@@ -116,6 +116,11 @@ class RowArenas {
   };
   // Takes the next rows: `wanted`, a multiple of 64, or fewer at the end of an arena or of the budget.
   Range take(std::uint32_t wanted);
+  // The first row that was never taken.
+  std::uint32_t end() const;
+  // Gives back the memory of all rows from `first` on, a multiple of 64. None is in use; a reader that still
+  // looks at one, and will find out that it should not have, reads anything.
+  void release_from(std::uint32_t first);
 
   std::size_t bytes() const { return taken_.load(std::memory_order_relaxed); }
 
@@ -124,7 +129,7 @@ class RowArenas {
   Budget& budget_;
   std::atomic<std::byte*> origins_[32];  // where row 0 of each arena would be, the last arena's first
   std::atomic<std::size_t> taken_{0};
-  std::mutex mutex_;  // guards next_ and regions_
+  mutable std::mutex mutex_;  // guards next_ and regions_
   std::uint64_t next_ = kChunkRows;
   std::vector<Region> regions_;
 };
@@ -137,6 +142,9 @@ class IndexHeap {
   explicit IndexHeap(Budget& budget) : budget_(budget) {}
   ~IndexHeap();
 
+  // What is freed returns to the system from now on, at the price of page faults for what is allocated
+  // next. For a table that shrinks; called before it is large.
+  void give_back_freed() { gives_back_ = true; }
   // The size that `bytes` will really take; all of it can be used.
   static std::size_t rounded(std::size_t bytes) { return bytes < kUnit ? bytes : units(bytes); }
   void* allocate(std::size_t bytes);  // nullptr when the budget is spent
@@ -149,7 +157,8 @@ class IndexHeap {
   static std::size_t units(std::size_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
 
   Budget& budget_;
-  std::atomic<std::size_t> taken_{0};
+  bool gives_back_ = false;
+  std::atomic<std::size_t> taken_{0};        // with the free ranges, unless those are given back
   std::mutex mutex_;                         // guards what follows
   std::map<std::byte*, Region> regions_;     // by address
   std::map<std::byte*, std::size_t> holes_;  // free ranges by address, neighbours merged

@@ -18,7 +18,7 @@ namespace monolith {
 // Laid out as the arenas are. Threads may use different rows at once.
 class RowUses {
  public:
-  RowUses() = default;
+  explicit RowUses(std::uint8_t call = 1) : now_(call) {}
   RowUses(const RowUses&) = delete;
   ~RowUses() {
     for (auto& arena : arenas_) std::free(arena.load());
@@ -32,6 +32,8 @@ class RowUses {
     use.call = now_;
     use.count = static_cast<std::uint8_t>(std::min(use.count + 2, +kMost));
   }
+  void copy(RowUses& other, std::uint32_t from, std::uint32_t to) { at(to) = other.at(from); }
+  std::uint8_t call() const { return now_; }
   void start(std::uint32_t row) { at(row) = {0, now_}; }
   // Whether the row may go. One that was used has a chance less the next time.
   bool idle(std::uint32_t row) {
@@ -66,7 +68,7 @@ class RowUses {
   }
 
   std::atomic<Use*> arenas_[32]{};
-  std::uint8_t now_ = 1;
+  std::uint8_t now_;
 };
 
 }  // namespace monolith

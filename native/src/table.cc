@@ -58,6 +58,7 @@ Table::~Table() {
 
 std::unique_ptr<Table::Body> Table::make_body(std::size_t expected) const {
   auto body = std::make_unique<Body>(entry_.row_bytes(), budget_);
+  if (hot_tier_) body->heap.give_back_freed();
   const auto add = [&](std::uint64_t first, std::uint64_t last, double rows) {
     auto part = std::make_unique<Partition>();
     part->split_at = kPartitionRows;

@@ -150,8 +150,11 @@ class Table {
   // Rows that leave for another tier, and rows that come from there: no change for subscribers or snapshots.
   void move_out(std::span<const std::byte> records);
   void move_in(std::span<const std::byte> records);
-  // Gives back the memory of a table whose rows have all moved out; false while a snapshot is open.
-  bool release_memory();
+  // Called once, before the first row: freed memory of the index returns to the system.
+  void become_hot_tier();
+  // Moves rows together until there is memory for so many, or for as many as there are, and gives the rest
+  // back to the system; false while a snapshot is open.
+  bool shrink_to(std::size_t rows);
   // Tells subscribers and snapshots that rows are gone that were in another tier.
   void note_removals_elsewhere(const std::vector<std::uint64_t>& hashes);
   // Tells subscribers that another tier has new rows, none of them newer than `newest`.
@@ -303,8 +306,9 @@ class Table {
   TableSnapshot* snapshot_ = nullptr;
   std::unique_ptr<TableChanges> changes_;
 
-  std::unique_ptr<RowUses> uses_;  // of one caller at a time; null until rows are counted
-  double hand_ = 0;                // the share of each index that the search for idle rows is through with
+  std::unique_ptr<RowUses> uses_;  // of one caller at a time; null unless this is a hot tier
+  bool hot_tier_ = false;
+  double hand_ = 0;  // the share of each index that the search for idle rows is through with
 
   std::mutex batches_mutex_;                     // guards batches_
   std::vector<std::unique_ptr<Batch>> batches_;  // scratch of earlier calls, for the next ones

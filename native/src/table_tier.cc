@@ -15,6 +15,7 @@ namespace monolith {
 namespace {
 
 constexpr std::size_t kMovedTogether = 64;  // rows that are moved under one change of a partition
+constexpr double kSparseLoad = 0.5;         // an index with fewer rows is replaced when the table shrinks
 
 }  // namespace
 
@@ -51,7 +52,6 @@ RowChange Table::change_of(std::uint32_t row) const {
 }
 
 void Table::count_uses(std::span<const std::int64_t> ids, std::uint8_t* found) {
-  if (uses_ == nullptr) uses_ = std::make_unique<RowUses>();
   uses_->begin();
   if (ids.empty()) return;
   Body& body = *body_.load();
@@ -76,7 +76,6 @@ void Table::count_uses(std::span<const std::int64_t> ids, std::uint8_t* found) {
 
 std::vector<std::byte> Table::idle_rows(std::size_t wanted) {
   std::vector<std::byte> records;
-  if (uses_ == nullptr) uses_ = std::make_unique<RowUses>();
   const std::size_t bytes = sizeof(RecordHead) + entry_.row_bytes();
   wanted = std::min(wanted, size());
   records.reserve(wanted * bytes);
@@ -148,7 +147,6 @@ void Table::move_out(std::span<const std::byte> records) {
 }
 
 void Table::move_in(std::span<const std::byte> records) {
-  if (uses_ == nullptr) uses_ = std::make_unique<RowUses>();
   const std::size_t bytes = sizeof(RecordHead) + entry_.row_bytes();
   std::vector<std::int64_t> ids;
   for (std::size_t at = 0; at < records.size(); at += bytes)
@@ -197,28 +195,72 @@ void Table::move_in(std::span<const std::byte> records) {
   if (full) throw std::bad_alloc();
 }
 
-bool Table::release_memory() {
-  std::unique_ptr<Body> fresh = make_body(0);
+void Table::become_hot_tier() {
+  hot_tier_ = true;
+  uses_ = std::make_unique<RowUses>();
+  body_.load()->heap.give_back_freed();
+}
+
+// The rows with the highest numbers take the numbers of free rows below them. Readers take no lock: the
+// version of the partition tells them that a row is elsewhere.
+bool Table::shrink_to(std::size_t rows) {
+  const PausedWriters paused(*this, PausedWriters::kAlone);
+  if (snapshot_ != nullptr) return false;
+  Body& body = *body_.load();
+  std::vector<Partition*> parts;
   {
-    const PausedWriters paused(*this, PausedWriters::kAlone);
-    if (snapshot_ != nullptr) return false;
-    const TableStats kept = stats();
-    if (kept.rows != 0) throw std::invalid_argument("release_memory: the table has rows");
-    Body* old = body_.load();
-    epochs_.reserve_one();
-    body_.store(fresh.release());
-    epochs_.retire_reserved([old] { delete old; });
-    uses_ = std::make_unique<RowUses>();
-    hand_ = 0;
-    std::lock_guard lock(gate_mutex_);
-    cleared_ = {};
-    cleared_.inserted = kept.inserted;
-    cleared_.filtered = kept.filtered;
-    cleared_.refused = kept.refused;
-    cleared_.evicted = kept.evicted;
-    cleared_.removed = kept.removed;
+    std::lock_guard lock(body.mutex);
+    for (const auto& part : body.partitions) parts.push_back(part.get());
   }
-  epochs_.collect();
+  constexpr std::size_t kChunk = RowArenas::kChunkRows;
+  const std::size_t kept = (std::max(rows, size()) + kChunk - 1) / kChunk * kChunk;
+  const auto end = static_cast<std::uint32_t>(std::min<std::size_t>(kChunk + kept, body.rows.end()));
+  std::vector<std::uint32_t> free;  // below the end
+  for (Partition* const part : parts) {
+    std::lock_guard lock(part->mutex);
+    for (; part->chunk_next < part->chunk_end; ++part->chunk_next) free_row(body, *part, part->chunk_next);
+    while (part->free_rows != 0)
+      if (const std::uint32_t row = take_row(body, *part); row < end) free.push_back(row);
+  }
+  auto uses = std::make_unique<RowUses>(uses_->call());
+  for (Partition* const part : parts) {
+    std::lock_guard lock(part->mutex);
+    const Index index = part->index.load(std::memory_order_relaxed);
+    for (std::size_t i = 0; i < index.size(); ++i) {
+      Slot& slot = index.slots()[i];
+      const std::uint32_t from = slot.row;
+      if (from == 0) continue;
+      if (from < end) {
+        uses->copy(*uses_, from, from);
+        continue;
+      }
+      const std::uint32_t to = free.back();
+      free.pop_back();
+      uses->copy(*uses_, from, to);
+      std::memcpy(body.rows.row(to), body.rows.row(from), entry_.row_bytes());
+      if (changes_ != nullptr) {
+        if (changes_->rows.test(from))
+          changes_->rows.set(to);
+        else
+          changes_->rows.reset(to);
+        changes_->rows.reset(from);
+      }
+      const Change change(*part);
+      __atomic_store_n(&slot.row, to, __ATOMIC_RELEASE);
+    }
+    // An index that is much too large for what is left.
+    if (part->rows < kSparseLoad * static_cast<double>(index.size())) {
+      const Change change(*part);
+      resize(body, *part, part->rows);
+    }
+  }
+  for (std::size_t i = 0; i < free.size(); ++i) {
+    Partition& part = *parts[i % parts.size()];
+    std::lock_guard lock(part.mutex);
+    free_row(body, part, free[i]);
+  }
+  uses_ = std::move(uses);
+  body.rows.release_from(end);
   return true;
 }
 

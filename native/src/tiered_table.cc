@@ -14,33 +14,24 @@ namespace {
 constexpr std::size_t kMovedAtOnce = 16384;  // rows that move out by one call
 constexpr std::size_t kReadAtOnce = 65536;   // cold rows whose records are in memory at the same time
 constexpr std::uint64_t kLastHash = std::numeric_limits<std::uint64_t>::max();
-// Of the index, per row: slots of 16 bytes, of which half are free when a partition has just split; and the
-// count of uses.
-constexpr std::size_t kIndexBytes = 34;
+// Of the index, per row: slots of 16 bytes, of which half are free when a partition has just split.
+constexpr std::size_t kIndexBytes = 32;
+constexpr std::size_t kUseBytes = 2;  // of the counts of uses
+// One in so many of the memory's bytes stays free: for a third buffer, and for arrays that are being
+// replaced.
+constexpr std::uint64_t kSpare = 32;
+constexpr std::uint64_t kStep = 64;         // memory is given back by one in so many
+constexpr std::uint64_t kLeastHot = 16;     // at least one in so many is for hot rows
+constexpr std::uint64_t kLeastRecent = 64;  // and for rows that lookups read: between one in so many
+constexpr std::uint64_t kMostRecent = 4;    // and one in so many
 
 std::size_t hot_row_bytes(std::size_t row_bytes) {
-  return row_bytes + kIndexBytes;
+  return row_bytes + kIndexBytes + kUseBytes;
 }
 
-// The part of the memory that is set aside for the cold index. It grows by large steps: with each of them the
-// hot table starts anew.
-std::uint64_t first_index_part(std::uint64_t memory_bytes) {
-  return memory_bytes / 16;
-}
-std::uint64_t next_index_part(std::uint64_t part, std::uint64_t memory_bytes) {
-  return std::min<std::uint64_t>(part + part / 5 * 2, memory_bytes);
-}
-
-// How many hot rows fit into the memory, if so many bytes of it are for other things.
-std::uint64_t rows_that_fit(std::uint64_t memory_bytes, std::uint64_t other, std::size_t row) {
-  // An index that takes nearly all of the memory leaves a sixteenth: training continues, slowly.
-  const std::uint64_t left = std::max(memory_bytes - std::min(memory_bytes, other), memory_bytes / 16);
-  return std::max<std::uint64_t>(left / row, 1);
-}
-
-std::uint64_t fixed_part(std::size_t buffer_bytes, std::size_t recent_bytes, std::size_t empty_index) {
-  return 3 * buffer_bytes + recent_bytes +
-         empty_index;  // a buffer that fills, one that is written, one that waits
+// An index that takes nearly all of the memory leaves a sixteenth: training continues, slowly.
+std::uint64_t least_hot_rows(std::uint64_t memory_bytes, std::size_t row_cost) {
+  return std::max<std::uint64_t>(memory_bytes / kLeastHot / row_cost, 1);
 }
 
 void show(const Entry& entry, const std::byte* row, float* values) {
@@ -55,20 +46,19 @@ void show(const Entry& entry, const std::byte* row, float* values) {
 
 TierSizes::TierSizes(std::size_t row_bytes, std::uint64_t memory_bytes, std::size_t buffer_bytes,
                      std::size_t recent_bytes, std::uint64_t rows)
-    : hot_rows(0), hot_bytes(hot_row_bytes(row_bytes)), index_bytes(0) {
+    : hot_rows(rows), hot_bytes(hot_row_bytes(row_bytes)), index_bytes(0) {
   const ColdLayout layout(row_bytes);
   const double block = static_cast<double>(layout.block_bytes);
   record_bytes = layout.record_bytes;
   block_bytes = layout.block_bytes;
   file_bytes = block / static_cast<double>(layout.rows_per_block) +
                block / static_cast<double>(layout.heads_per_block);
-  const std::uint64_t fixed = fixed_part(buffer_bytes, recent_bytes, ColdIndex::expected_bytes(0));
-  std::uint64_t part = first_index_part(memory_bytes);
-  for (;;) {
-    hot_rows = std::min(rows, rows_that_fit(memory_bytes, fixed + part, hot_bytes));
+  // A smaller index leaves memory for more hot rows, which make it smaller: few rounds settle both.
+  for (int round = 0; round < 8; ++round) {
     index_bytes = ColdIndex::expected_bytes(rows - hot_rows);
-    if (index_bytes <= part || part == memory_bytes) return;
-    part = next_index_part(part, memory_bytes);
+    const std::uint64_t other = memory_bytes / kSpare + 2 * buffer_bytes + recent_bytes + index_bytes;
+    const std::uint64_t fit = (memory_bytes - std::min(memory_bytes, other)) / hot_bytes;
+    hot_rows = std::min(rows, std::max(fit, least_hot_rows(memory_bytes, hot_bytes)));
   }
 }
 
@@ -78,21 +68,60 @@ TieredTable::TieredTable(std::shared_ptr<Table> hot, const TieredSpec& spec, Col
       spec_(spec),
       row_cost_(hot_row_bytes(hot_->row_bytes())),
       cold_(std::move(cold), std::move(reader)),
-      fixed_bytes_(fixed_part(cold_.buffer_bytes(), cold_.stats().bytes_recent, cold_.stats().bytes_index)),
-      index_bytes_(first_index_part(spec_.memory_bytes)) {}
+      recent_bytes_(cold_.stats().bytes_recent) {
+  hot_->become_hot_tier();
+}
 
-std::uint64_t TieredTable::hot_rows_allowed() const {
-  const std::uint64_t rows = rows_that_fit(spec_.memory_bytes, fixed_bytes_ + index_bytes_, row_cost_);
-  return spec_.most_hot_rows != 0 ? std::min(rows, spec_.most_hot_rows) : rows;
+// All that is in memory counts as it is, so rows are hot until the limit is reached. Then the hot table has
+// memory for some rows, and keeps it. It is to have fewer when something else grew: those leave by and by,
+// and their memory is given back once it is a step.
+TieredTable::Room TieredTable::room() const {
+  const TableStats hot = hot_->stats();
+  const ColdStats cold = cold_.stats();
+  Room room;
+  room.held = hot.bytes_rows / hot_->row_bytes();
+  // A buffer that fills and one that is written, whether they are there or not.
+  const std::uint64_t used = hot.bytes_total + room.held * kUseBytes + cold.bytes_index +
+                             std::max<std::uint64_t>(cold.bytes_buffers, 2 * cold_.buffer_bytes()) +
+                             std::max<std::uint64_t>(cold.bytes_recent, recent_bytes_);
+  const std::uint64_t limit = spec_.memory_bytes - spec_.memory_bytes / kSpare;
+  room.over = used > limit ? used - limit : 0;
+  // A part has no row, since each partition has free rows of its own.
+  room.rows = room.held - room.held / 64;
+  if (room.over == 0)
+    room.rows += (limit - used) / row_cost_;
+  else
+    room.rows -= std::min(room.rows, room.over / hot_->row_bytes());
+  room.rows = std::max(room.rows, least_hot_rows(spec_.memory_bytes, row_cost_));
+  if (spec_.most_hot_rows != 0) room.rows = std::min(room.rows, spec_.most_hot_rows);
+  return room;
 }
 
 std::uint64_t TieredTable::cold_memory_bytes() const {
   const ColdStats stats = cold_.stats();
-  return stats.bytes_index + stats.bytes_buffers + stats.bytes_recent + 2 * hot_->size();
+  const std::uint64_t held = hot_->stats().bytes_rows / hot_->row_bytes();
+  return stats.bytes_index + stats.bytes_buffers + stats.bytes_recent + kUseBytes * held;
 }
 
 bool TieredTable::must_shrink() const {
   return shrinks_.load(std::memory_order_relaxed) && !snapshot_open_;
+}
+
+void TieredTable::shrink() {
+  shrinks_ = !hot_->shrink_to(room().rows);
+}
+
+// Lookups are one batch ahead of writes, so what two of them read is kept. Slowly: a walk over the table
+// between two steps of training is no batch.
+void TieredTable::follow_lookups() {
+  const std::uint64_t read = cold_.count_remembered();
+  lately_ = read > lately_ ? std::min(read, lately_ + lately_ / 4 + 64) : lately_ - (lately_ - read) / 32;
+  const std::uint64_t wanted = lately_ * 9 / 4 * (cold_.record_bytes() + 16);
+  recent_bytes_ = std::clamp(wanted, spec_.memory_bytes / kLeastRecent, spec_.memory_bytes / kMostRecent);
+  const std::uint64_t held = cold_.stats().bytes_recent;
+  if (recent_bytes_ < held && recent_bytes_ + recent_bytes_ / 4 > held) return;
+  // More once the hot table has given memory for it.
+  if (recent_bytes_ < held || room().over <= spec_.memory_bytes / kStep) cold_.remember_up_to(recent_bytes_);
 }
 
 // ---- reading -------------------------------------------------------------------------------------
@@ -240,35 +269,24 @@ std::size_t TieredTable::move_out(std::size_t count) {
   }
   cold_.append(kept);
   hot_->move_out(records);
-  make_room_for_index();
   return records.size() / bytes;
 }
 
-void TieredTable::make_room_for_index() {
-  const std::uint64_t index = cold_.stats().bytes_index;
-  bool grew = false;
-  for (; index > index_bytes_ && index_bytes_ < spec_.memory_bytes; grew = true)
-    index_bytes_ = next_index_part(index_bytes_, spec_.memory_bytes);
-  if (grew) shrinks_ = hot_->stats().bytes_total > hot_rows_allowed() * row_cost_;
-}
-
 std::size_t TieredTable::spill(std::size_t incoming) {
-  const std::uint64_t allowed = hot_rows_allowed();
+  const Room room = this->room();
+  shrinks_ = room.over > 0 && room.held > room.rows &&
+             (room.held - room.rows) * hot_->row_bytes() > spec_.memory_bytes / kStep;
   const std::uint64_t rows = hot_->size() + incoming;
-  if (rows <= allowed) return 0;
+  if (rows <= room.rows) return 0;
   // More than is missing, so that the next batches find room.
-  const std::uint64_t wanted = rows - allowed + allowed / 64;
-  const std::size_t moved = move_out(std::min<std::uint64_t>(wanted, kMovedAtOnce));
-  return moved == 0 || moved >= rows - allowed ? 0 : rows - allowed - moved;
-}
-
-std::size_t TieredTable::spill_all() {
-  hot_->count_uses({}, nullptr);  // no row is in use
-  if (move_out(kMovedAtOnce) == 0) shrinks_ = false;
-  return hot_->size();
+  const std::uint64_t wanted = rows - room.rows + room.rows / 64;
+  const std::uint64_t half = std::max<std::uint64_t>(cold_.buffer_bytes() / cold_.record_bytes() / 2, 1);
+  const std::size_t moved = move_out(std::min<std::uint64_t>({wanted, half, kMovedAtOnce}));
+  return moved == 0 || moved >= rows - room.rows ? 0 : rows - room.rows - moved;
 }
 
 void TieredTable::bring() {
+  follow_lookups();
   if (missing_.empty() || cold_.size() == 0) return;
   const std::size_t bytes = cold_.record_bytes();
   std::vector<std::byte> records;
@@ -359,7 +377,6 @@ void TieredTable::clear(std::size_t rows) {
   }
   hot_->clear(std::min<std::uint64_t>(rows, hot_rows_allowed()));
   cold_.clear();
-  index_bytes_ = first_index_part(spec_.memory_bytes);
   shrinks_ = false;
 }
 
@@ -405,7 +422,6 @@ std::size_t TieredTable::adopt(const std::string& path, std::span<const std::uin
   };
   const std::size_t rows = cold_.adopt(path, alive, epoch_of(kChanged), note);
   adopted_ += rows;
-  make_room_for_index();
   return rows;
 }
 

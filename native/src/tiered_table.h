@@ -66,11 +66,9 @@ class TieredTable {
   std::size_t spill(std::size_t incoming);
   // Moves the cold rows of the batch in.
   void bring();
-  // The index of cold rows has grown beyond its part of the memory: the hot table gets less. Then all rows
-  // move out, and it starts anew.
+  // The index of cold rows has grown, or what lookups read: the hot table gives memory back for it.
   bool must_shrink() const;
-  std::size_t spill_all();
-  void shrink() { shrinks_ = !hot_->release_memory(); }
+  void shrink();
 
   // Cold rows with hashes from `cursor` to `last`, as Table::scan. `changed_only` is for snapshots.
   // With `unlinked`, those of the snapshot that are in no file of links().
@@ -95,7 +93,7 @@ class TieredTable {
   int dim() const { return hot_->dim(); }
   int state_dim() const { return hot_->state_dim(); }
   Table& hot() { return *hot_; }
-  std::uint64_t hot_rows_allowed() const;
+  std::uint64_t hot_rows_allowed() const { return room().rows; }
   std::uint64_t evicted() const { return evicted_.load(std::memory_order_relaxed); }
   ColdStats stats() const { return cold_.stats(); }
   // Memory of everything but the hot table's rows and index.
@@ -106,8 +104,13 @@ class TieredTable {
   template <class Use>
   void each_cold(std::span<const std::int64_t> ids, std::span<const std::uint8_t> hot, bool remember,
                  const Use& use);
+  // How many rows may be hot, for how many there is memory, and how many bytes too many are in use.
+  struct Room {
+    std::uint64_t rows = 0, held = 0, over = 0;
+  };
+  Room room() const;
   std::size_t move_out(std::size_t count);
-  void make_room_for_index();
+  void follow_lookups();
   std::uint32_t epoch_of(std::uint32_t change) const;
   std::uint32_t change_of(std::uint32_t epoch) const;
   template <class Each>
@@ -117,13 +120,13 @@ class TieredTable {
   const TieredSpec spec_;
   const std::size_t row_cost_;  // bytes of a hot row with all that belongs to it
   ColdStore cold_;
-  const std::uint64_t fixed_bytes_;         // buffers, and rows that were read lately
-  std::atomic<std::uint64_t> index_bytes_;  // the part of the memory that is set aside for the cold index
+  std::atomic<std::uint64_t> recent_bytes_;  // for rows that lookups read
   std::atomic<bool> shrinks_{false};
   std::atomic<std::uint64_t> moved_in_{0};  // calls that moved rows in
   std::atomic<std::uint64_t> evicted_{0};   // cold rows
   std::atomic<std::uint64_t> adopted_{0};
 
+  std::uint64_t lately_ = 0;            // rows that are read between two writes
   std::vector<std::uint64_t> missing_;  // hashes of the batch that is to be written
 
   // A snapshot ends an epoch. A record of a file has the epoch in which its row changed last, or 0 if it had

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -500,6 +501,13 @@ void the_index_finds_what_was_put_into_it() {
       const std::uint64_t hash = (random() % 3 << 62) | (random() % 5000 << 28);
       index.insert(hash, next);
       truth[next++] = hash;
+    } else if (random() % 3 == 0) {
+      const auto some = truth.lower_bound(random() % next);
+      if (some == truth.end()) continue;
+      CHECK(index.move(some->second, some->first, next));
+      CHECK(!index.move(some->second, some->first, next + 1));
+      truth[next++] = some->second;
+      truth.erase(some);
     } else {
       auto some = truth.lower_bound(random() % next);
       if (some == truth.end()) some = truth.begin();
@@ -527,11 +535,42 @@ void the_index_finds_what_was_put_into_it() {
   CHECK(ascending);
 }
 
+// From 100,000 rows on, at every moment while it grows, and while rows leave and come.
+void the_index_takes_less_than_ten_bytes_for_each_row() {
+  ColdIndex index;
+  const auto bytes = [&] { return static_cast<double>(index.bytes()) / static_cast<double>(index.size()); };
+  const auto hash_of = [](std::uint64_t id) { return mix(static_cast<std::int64_t>(id)); };
+  double most = 0;
+  std::uint64_t next = 0;
+  const auto grow = [&](std::uint64_t rows) {
+    while (next < rows) {
+      ++next;
+      index.insert(hash_of(next), next);
+      if (next >= 100'000 && next % 1000 == 0) most = std::max(most, bytes());
+    }
+  };
+  for (const std::uint64_t rows : {100'000u, 1'000'000u, 10'000'000u}) {
+    grow(rows);
+    most = std::max(most, bytes());
+    std::printf("    %9zu rows: %.2f bytes each, %.2f at most\n", index.size(), bytes(), most);
+    CHECK(most < 10);
+  }
+  bool all = true;
+  for (std::uint64_t id = 1; id <= next; id += 3) all &= index.move(hash_of(id), id, id + 20'000'000);
+  CHECK(all);
+  CHECK(bytes() < 10);
+  for (std::uint64_t id = 2; id <= next; id += 3) all &= index.erase(hash_of(id), id);
+  for (std::uint64_t id = 3; id <= next; id += 6) all &= index.erase(hash_of(id), id);
+  CHECK(all);
+  CHECK(bytes() < 12);  // half of them are left
+}
+
 }  // namespace
 
 int main() {
   return monolith::check::run({
       {"the index finds what was put into it", the_index_finds_what_was_put_into_it},
+      {"the index takes less than ten bytes for each row", the_index_takes_less_than_ten_bytes_for_each_row},
       {"rows are found in the buffer and in files", rows_are_found_in_the_buffer_and_in_files},
       {"a walk is in the order of hashes and meets each row once",
        a_walk_is_in_the_order_of_hashes_and_meets_each_row_once},

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from faults.test_full_disks import SmallDisk
+from runtime.fleets import PATIENT, read_model, run_fleet
+from runtime.rank_runs import quiet, train_ranks
 from runtime.test_device_rows import OnDevice, Rows, assert_same_rows
+from runtime.test_fleet import StopAt
 from services.emulated_cuda import device_named, device_names
+from torch import nn
 from train.tasks import Clicks
 
 from monolith.errors import ConfigError
 from monolith.runtime import Trainer
+from monolith.store import LocalStore
 from monolith.table import NativeTable, TieredTable
 from monolith.train import TrainConfig
 from monolith.train.config import KeepConfig, TablesConfig
@@ -35,9 +47,10 @@ class Cold(Hook):
 
     def after_step(self, run: TrainingRun, result: Any) -> None:  # noqa: ARG002
         store = run.model.embeddings.store  # type: ignore[union-attr]
-        tables = [store.table(name) for name in store.tables]  # type: ignore[union-attr, operator]
-        self.rows = max(self.rows, sum(table.stats().cold_rows for table in tables))
-        self.folders |= {table.folder for table in tables if isinstance(table, TieredTable)}
+        self.rows = max(self.rows, sum(table.cold_rows for table in store.stats().values()))
+        if isinstance(store, LocalStore):
+            tables = [store.table(name) for name in store.tables]
+            self.folders |= {table.folder for table in tables if isinstance(table, TieredTable)}
 
 
 def trained(
@@ -119,6 +132,86 @@ def test_what_a_killed_run_left_is_removed_and_its_checkpoint_resumes(tmp_path: 
     resumed, _ = trained(run, tables=TIERED)
     assert_same_rows(resumed.found, whole.found)
     assert not any(folder.exists() for folder in left)
+
+
+def test_a_full_disk_pauses_training_which_resumes_once_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, _ = trained(tmp_path / "whole", tables=TablesConfig())
+    found: list[Rows] = []
+    with closing(SmallDisk(tmp_path / "disk", mebibytes=64)) as disk, caplog.at_level(logging.WARNING):
+        disk.fill(room=600 << 10)
+        tables = replace(TIERED, storage_dir=str(disk.path))
+        training = threading.Thread(
+            target=lambda: found.append(trained(tmp_path / "run", tables=tables)[0]), daemon=True
+        )
+        training.start()
+        while "is paused: its cold rows cannot be written" not in caplog.text:
+            assert training.is_alive()
+            training.join(0.05)
+        assert "No space left on device). No row is lost; it resumes when the disk takes them" in caplog.text
+        assert f"Make room on {disk.path}" in caplog.text
+        disk.empty()
+        training.join(PATIENT)
+        assert not training.is_alive()
+    assert "resumes: its cold rows are written again" in caplog.text
+    assert found[0].found == whole.found  # to the bit
+
+
+# On parameter servers, and across ranks
+
+
+@dataclass(frozen=True)
+class ManyClicks(Clicks):
+    """Rows for several servers, and weights that begin alike in every thread that makes a model."""
+
+    batches: int = 12
+    batch_size: int = 512
+    dim: int = 512
+
+    def model(self) -> nn.Module:
+        model: nn.Module = super().model()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).view_as(weight))
+        return model
+
+
+@pytest.mark.parametrize("servers", [(1, 2), (2, 1)])
+def test_parameter_servers_keep_cold_rows_and_a_stopped_run_resumes_with_equal_rows(
+    servers: tuple[int, int], tmp_path: Path
+) -> None:
+    task, cold = ManyClicks(), Cold()
+    how: dict[str, Any] = {"num_workers": 1, "deterministic": True, "save": SaveConfig(steps=4)}
+    run_fleet(task, tmp_path / "whole", num_ps=1, **how)
+    how |= {"tables": TIERED, "hooks": lambda _: [cold, StopAt(8)]}
+    first = run_fleet(task, tmp_path / "run", num_ps=servers[0], **how)
+    assert first.chief.step == 8
+    assert cold.rows > 100
+    how |= {"hooks": lambda _: [cold]}
+    second = run_fleet(task, tmp_path / "run", num_ps=servers[1], **how)
+    assert second.chief.restored_from is not None
+    whole, resumed = (read_model(task, tmp_path / name) for name in ("whole", "run"))
+    assert (resumed.step, resumed.rows) == (whole.step, whole.rows)
+    assert not list((tmp_path / "run").rglob("*.cold"))
+
+
+def test_ranks_keep_cold_rows_and_resume_with_equal_rows(tmp_path: Path) -> None:
+    tasks = [ManyClicks(seed=rank) for rank in range(2)]
+    cold = [Cold(), Cold()]
+    config = quiet(TrainConfig(save=SaveConfig(steps=4)), prefetch=1)
+
+    def train(name: str, tables: TablesConfig, hooks: Callable[[int], list[Hook]]) -> None:
+        there = replace(config, model_dir=str(tmp_path / name), tables=tables)
+        train_ranks(tasks, there, hooks=lambda rank, _: hooks(rank))
+
+    train("whole", TablesConfig(), lambda _: [])
+    train("run", TIERED, lambda rank: [cold[rank], StopAt(8)])
+    train("run", TIERED, lambda rank: [cold[rank]])
+    assert all(one.rows > 100 for one in cold)
+    assert not list((tmp_path / "run").rglob("*.cold"))
+    whole, resumed = (read_model(tasks[0], tmp_path / name) for name in ("whole", "run"))
+    assert (resumed.step, resumed.rows) == (whole.step, whole.rows)
 
 
 def test_rows_on_a_device_are_not_tiered() -> None:

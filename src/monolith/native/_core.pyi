@@ -800,10 +800,8 @@ class TieredTable:
     def bring(self) -> None:
         """Move the cold rows of the batch in."""
 
-    def spill_all(self) -> int:
-        """Move some of all rows out; returns how many are left."""
-
-    def shrink(self) -> None: ...
+    def shrink(self) -> None:
+        """Give back memory that hot rows no longer need."""
 
     def wait_for_room(self, seconds: float) -> bool: ...
 

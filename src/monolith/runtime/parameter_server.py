@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -273,7 +273,7 @@ def serve_parameters(
     )
     port = port or ServerPort()
     stop = concurrency.Event() if stop is None else stop
-    with shard.serve(port.host, port.port, port.guard, config.limits) as server:
+    with closing(shard), shard.serve(port.host, port.port, port.guard, config.limits) as server:
         discovery.register("ps", index, server.address)
         try:
             if on_serving is None:
@@ -665,6 +665,14 @@ class ServedShard:
             self._stop_telling(held)
             if held.publishing is not None:
                 held.publishing.close()
+
+    def close(self) -> None:
+        """Close the tables of this share, once nothing is served: files of cold rows go with them."""
+        with self._lock:
+            held = self._held
+            if held is not None:
+                held.retired = True
+                self._close_retired(held)
 
     def _execute_order(self, body: PublishOrder) -> PublishStatus:
         order = checked_order(body)

@@ -60,7 +60,7 @@ from monolith.table.update_rules import decays_lazily
 _PARTS = 32  # one in so many of the memory's bytes is a buffer of rows that are written as one file
 _MOST_BUFFER_BYTES = 64 << 20
 _LEAST_BUFFER_BYTES = 64 << 10
-_RECENT = 16  # one in so many is for cold rows that were read lately
+_RECENT = 32  # one in so many is for rows that lookups read, until their batches say how many they are
 _SAY_AGAIN = 30.0  # seconds between two log lines about a disk that takes no rows
 _LAST_HASH = (1 << 64) - 1
 
@@ -411,18 +411,15 @@ class TieredTable:
                 return
 
     def _shrink(self, core: native.TieredTable) -> None:
-        """Give the hot table less memory, because the index of cold rows needs it: it starts anew."""
-        _log.info(
-            "table %r: %s cold rows; their index gets more of memory_bytes (%s), hot rows get less",
+        """Give the hot table less memory, because the index of cold rows needs it, or what lookups read."""
+        _log.debug(
+            "table %r: hot rows get less of memory_bytes (%s): %s cold rows need an index, and batches may "
+            "have become larger",
             self._config.name,
-            f"{core.cold_rows:,}",
             f"{self._config.memory_bytes:,}",
+            f"{core.cold_rows:,}",
         )
-        while core.must_shrink:
-            self._wait_for_disk(core)
-            if not core.spill_all():
-                core.shrink()
-                break
+        core.shrink()
         allowed = core.stats().bytes_index
         if (
             self._config.memory_bytes is not None
