@@ -36,23 +36,25 @@ class SmallTieredTable(TieredTable):
         super().__init__(config, **{"most_hot_rows": 12, **others})
 
 
-def in_bfloat16(cls: Any) -> Any:
-    """Return the same table with embeddings that training tables store as bfloat16."""
+def narrow(cls: Any, dtype: str) -> Any:
+    """Return the same table with embeddings that training tables store as `dtype`."""
 
     def make(self: Any, config: TableConfig, **others: Any) -> None:
         if not any(segment.optimizer.stochastic_rounding for segment in config.segments):  # which is refused
-            config = replace(config, embedding_dtype="bfloat16")
+            config = replace(config, embedding_dtype=dtype)
         cls.__init__(self, config, **others)
 
-    return type(f"Bfloat16{cls.__name__}", (cls,), {"__init__": make, "stores_bfloat16": True})
+    return type(f"{dtype.capitalize()}{cls.__name__}", (cls,), {"__init__": make, "embedding_dtype": dtype})
 
 
-def bfloat16_table_classes() -> list[Any]:
-    """Return all implementations with bfloat16 embeddings. They are layouts of their own, so that on an
-    emulated device they are a soak. Tests marked float32_rows are not run with them."""
+def narrow_table_classes() -> list[Any]:
+    """Return all implementations with narrow embeddings that they have. They are layouts of their own, so
+    that on an emulated device they are a soak. Tests marked float32_rows are not run with them."""
+    host = [*host_table_classes(), *tiered_table_classes()]
     return [
-        pytest.param(in_bfloat16(cls), marks=pytest.mark.soak) if is_emulated(cls) else in_bfloat16(cls)
-        for cls in [*table_classes(), *tiered_table_classes(), *spilling_table_classes()]
+        pytest.param(narrow(cls, dtype), marks=pytest.mark.soak if is_emulated(cls) else ())
+        for dtype in ("bfloat16", "float16", "int8")
+        for cls in [*host, *(cuda_table_classes() + spilling_table_classes() if dtype == "bfloat16" else [])]
     ]
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from contracts.tables import (
-    bfloat16_table_classes,
     ids,
+    narrow_table_classes,
     rows,
     spilling_table_classes,
     table_classes,
@@ -69,7 +69,7 @@ DAY = 86400
         *table_classes(),
         *tiered_table_classes(),
         *spilling_table_classes(),
-        *bfloat16_table_classes(),
+        *narrow_table_classes(),
     ],
     ids=lambda cls: cls.__name__,
 )

@@ -32,7 +32,7 @@ import numpy as np
 from monolith import filesystem, native
 from monolith.errors import CorruptFileError, FilesystemError, RestoreError, TableArgumentError
 from monolith.front_door import module_when_used
-from monolith.table.compressors import inexact_as_bfloat16
+from monolith.table.compressors import inexact
 from monolith.table.config import TableConfig
 from monolith.table.shard_files import (
     Description,
@@ -471,10 +471,9 @@ def _load(
 
     # First pass: nothing of the table has changed yet, so every error found here costs nothing.
     shards = in_parallel(check, range(len(paths)), workers)
+    dims = [segment.dim for segment in config.segments]
     other = refit and any(
-        [segment.dim for segment in shard.description.layout.segments]
-        != [segment.dim for segment in config.segments]
-        for shard in shards
+        [segment.dim for segment in shard.description.layout.segments] != dims for shard in shards
     )
     with_state = not other and all(_takes_state(shard, config, optimizer_state) for shard in shards)
     chosen = kept_ids(keep)
@@ -489,8 +488,8 @@ def _load(
                 skipped[shard] += len(rows) - len(mine)
                 if len(mine) and other:
                     mine = _refitted(mine, reader.info.description.layout, config)
-                if config.stores_bfloat16:
-                    rounded[shard] += int(inexact_as_bfloat16(mine.values.numpy()).sum())
+                if config.stores_narrow:
+                    rounded[shard] += int(inexact(mine.values.numpy(), config.embedding_dtype, dims).sum())
                 if len(mine):
                     table.restore(mine if with_state else without_state(mine))
                 if progress is not None:
@@ -502,9 +501,10 @@ def _load(
         in_parallel(restore, range(len(paths)), workers)
     if sum(rounded):
         _log.warning(
-            "table %r stores embeddings as bfloat16: of %s restored rows, %s had float32 values that were "
+            "table %r stores embeddings as %s: of %s restored rows, %s had float32 values that were "
             "rounded to the nearest",
             config.name,
+            config.embedding_dtype,
             f"{sum(manifest.rows) - sum(skipped):,}",
             f"{sum(rounded):,}",
         )
