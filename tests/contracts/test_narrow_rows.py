@@ -269,7 +269,7 @@ def test_the_largest_of_a_row_of_int8_grows_by_small_steps() -> None:
     table.assign(many, torch.ones(500, 8))
     for step in range(100):
         table.apply_gradients(many, torch.full((500, 8), -1e-6), step=step)
-    assert abs(table.lookup(many).mean().item() - 1.0001) < 3e-6
+    assert abs(table.lookup(many).mean().item() - 1.0001) < 8e-6
 
 
 def test_a_nan_that_is_assigned_makes_nans_of_its_segment() -> None:
