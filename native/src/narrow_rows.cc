@@ -37,6 +37,7 @@ struct Halves {
   static MONOLITH_INLINE void widen(const NarrowRow&, int dim, const std::byte* from, float* __restrict__ to,
                                     std::size_t rows) {
     const auto* codes = reinterpret_cast<const Code*>(from);
+#pragma GCC unroll 1
     for (std::size_t i = 0; i < rows * dim; ++i) to[i] = Coding::value(codes[i]);
   }
 
@@ -44,16 +45,38 @@ struct Halves {
   static MONOLITH_INLINE void round(const NarrowRow&, int dim, const float* from, std::byte* __restrict__ to,
                                     u64 key) {
     auto* codes = reinterpret_cast<Code*>(to);
+#pragma GCC unroll 1
     for (int i = 0; i < dim; ++i)
       codes[i] = static_cast<Code>(kChance ? Coding::chance(from[i], key, i) : Coding::nearest(from[i]));
   }
 };
 
+// Calls each(column) for columns up to `end`, by blocks that become vector code whatever the width is. Here
+// and below, "unroll 1" keeps g++ from unrolling short loops before it looks for vectors, of which it then
+// finds none.
+template <class Each>
+MONOLITH_INLINE inline void each_column(int column, int end, const Each& each) {
+  for (; column + 16 <= end; column += 16)
+#pragma GCC unroll 1
+    for (int i = column; i < column + 16; ++i) each(i);
+  for (; column + 8 <= end; column += 8)
+#pragma GCC unroll 1
+    for (int i = column; i < column + 8; ++i) each(i);
+  for (; column < end; ++column) each(column);
+}
+
 struct Int8 {
-  // Calls each(segment, first column, width). A row of one segment has that of the row.
+  static constexpr int kAtOnce = 64;
+
+  // Calls each(segment, first column, width). The usual rows, a vector and a bias with a vector, have widths
+  // that are constants where that of the row is.
   template <class Each>
   static MONOLITH_INLINE void segments(const NarrowRow& row, int dim, const Each& each) {
     if (row.widths.size() == 1) return each(0, 0, dim);
+    if (row.widths.size() == 2 && row.widths[0] == 1) {
+      each(0, 0, 1);
+      return each(1, 1, dim - 1);
+    }
     int column = 0;
     for (std::size_t s = 0; s < row.widths.size(); column += row.widths[s++])
       each(static_cast<int>(s), column, row.widths[s]);
@@ -68,7 +91,8 @@ struct Int8 {
       const auto* scales = reinterpret_cast<const Float*>(from + scales_at);
       segments(row, dim, [&](int s, int column, int width) MONOLITH_INLINE {
         const float scale = scales[s];
-        for (int i = column; i < column + width; ++i) to[i] = static_cast<float>(codes[i]) * scale;
+        each_column(column, column + width,
+                    [&](int i) MONOLITH_INLINE { to[i] = static_cast<float>(codes[i]) * scale; });
       });
     }
   }
@@ -79,6 +103,7 @@ struct Int8 {
     auto* scales = reinterpret_cast<Float*>(to + first_scale(dim));
     segments(row, dim, [&](int s, int column, int width) MONOLITH_INLINE {
       u32 largest = 0;
+#pragma GCC unroll 1
       for (int i = column; i < column + width; ++i)
         largest = std::max(largest, bits_of(from[i]) & 0x7fffffff);
       const u32 share = int8_share(largest);
@@ -87,10 +112,18 @@ struct Int8 {
           share, kChance ? by_chance(share, key, -1 - s, kScaleCut) : to_nearest(share, kScaleCut));
       const float inverse = int8_inverse(largest, scale);
       scales[s] = scale;
-      for (int i = column; i < column + width; ++i) {
-        const u32 raised = int8_raised(from[i], inverse);
-        to[i] = static_cast<std::byte>(int8_code(
-            raised, kChance ? by_chance(bits_of(from[i]), key, i, kCodeCut) : to_nearest(raised, kCodeCut)));
+      u32 wide[kAtOnce];  // the arithmetic by itself, since a vector has more bytes than floats
+      for (int first = column; first < column + width; first += kAtOnce) {
+        const int count = std::min(kAtOnce, column + width - first);
+#pragma GCC unroll 1
+        for (int i = 0; i < count; ++i) {
+          const float x = from[first + i];
+          const u32 raised = int8_raised(x, inverse);
+          wide[i] = int8_code(raised, kChance ? by_chance(bits_of(x), key, first + i, kCodeCut)
+                                              : to_nearest(raised, kCodeCut));
+        }
+        each_column(0, count,
+                    [&](int i) MONOLITH_INLINE { to[first + i] = static_cast<std::byte>(wide[i]); });
       }
     });
   }

@@ -71,13 +71,14 @@ MONOLITH_SHARED u32 nearest_float16(float x) {
 
 MONOLITH_SHARED u32 stochastic_float16(float x, u64 key, int column) {
   const u32 bits = bits_of(x);
-  const u32 magnitude = bits & 0x7fffffff;
+  const auto magnitude = static_cast<int>(bits & 0x7fffffff);
+  const int bounded = magnitude < 0x477fe000 ? magnitude : 0x477fe000;
   // In units of 2^-13 of the code. For a subnormal half, adding 2^-14 lets the adder shift the significand.
-  const u32 fine = magnitude < 0x38800000 ? bits_of(float_with(magnitude) + 0x1p-14f) - 0x38800000
-                                          : magnitude - 0x38000000;
+  const u32 small = bits_of(float_with(static_cast<u32>(bounded)) + 0x1p-14f) - 0x38800000;
+  const u32 fine = bounded < 0x38800000 ? small : static_cast<u32>(bounded) - 0x38000000;
   const u32 code = (fine + by_chance(bits, key, column, 13)) >> 13;
-  const u32 large = magnitude > 0x7f800000 ? 0x7e00 : magnitude == 0x7f800000 ? 0x7c00 : 0x7bff;
-  return (bits >> 16 & 0x8000) | (magnitude >= 0x477fe000 ? large : code);
+  const u32 large = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  return (bits >> 16 & 0x8000) | (magnitude >= 0x7f800000 ? large : code);
 }
 
 // ---- int8 ----------------------------------------------------------------------------------------
