@@ -19,6 +19,7 @@ from services.spilling_tables import (
 from torch import Tensor
 
 from monolith.table import CudaTable, DictTable, NativeTable, Rows, Scan, TableConfig, TieredTable
+from monolith.table.config import EmbeddingDtype
 
 
 class EmulatedCudaTable(CudaTable):
@@ -38,7 +39,7 @@ class SmallTieredTable(TieredTable):
         super().__init__(config, **{"most_hot_rows": 12, **others})
 
 
-def narrow(cls: Any, dtype: str) -> Any:
+def narrow(cls: Any, dtype: EmbeddingDtype) -> Any:
     """Return the same table with embeddings that training tables store as `dtype`."""
 
     def make(self: Any, config: TableConfig, **others: Any) -> None:
@@ -85,9 +86,10 @@ def narrow_table_classes() -> list[Any]:
     that on an emulated device they are a soak. Tests marked float32_rows are not run with them, and those
     marked exact_rows not with int8."""
     host = [*host_table_classes(), *tiered_table_classes()]
+    dtypes: tuple[EmbeddingDtype, ...] = ("bfloat16", "float16", "int8")
     return [
         pytest.param(narrow(cls, dtype), marks=pytest.mark.soak if is_emulated(cls) else ())
-        for dtype in ("bfloat16", "float16", "int8")
+        for dtype in dtypes
         for cls in [*host, *(cuda_table_classes() + spilling_table_classes() if dtype == "bfloat16" else [])]
     ]
 

@@ -8,6 +8,7 @@ import pytest
 
 from monolith.errors import ConfigError
 from monolith.table import Adam, Constant, Fp16, OneBit, Segment, TableConfig
+from monolith.table.config import EmbeddingDtype
 from monolith.table.cuda.layout import row_layout
 
 
@@ -41,7 +42,7 @@ def test_settings_reach_the_source_to_the_last_bit() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_embeddings_that_the_kernels_do_not_know_are_refused(dtype: str) -> None:
+def test_embeddings_that_the_kernels_do_not_know_are_refused(dtype: EmbeddingDtype) -> None:
     stored = replace(config(Segment(dim=2)), embedding_dtype=dtype)
     with pytest.raises(ConfigError, match=f"got embedding_dtype='{dtype}'. Set 'bfloat16', or keep the rows"):
         row_layout(stored)
