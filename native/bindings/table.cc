@@ -159,10 +159,11 @@ void bind_table(nb::module_& m) {
       .value("FIXED_R8", CompressorKind::kFixedR8)
       .value("ONE_BIT", CompressorKind::kOneBit);
 
-  nb::enum_<ValueStorage>(m, "ValueStorage")
-      .value("FLOAT32", ValueStorage::kFloat32)
-      .value("BFLOAT16_NEAREST", ValueStorage::kBfloat16Nearest)
-      .value("BFLOAT16_STOCHASTIC", ValueStorage::kBfloat16Stochastic);
+  nb::enum_<ValueCoding>(m, "ValueCoding")
+      .value("FLOAT32", ValueCoding::kFloat32)
+      .value("BFLOAT16", ValueCoding::kBfloat16)
+      .value("FLOAT16", ValueCoding::kFloat16)
+      .value("INT8", ValueCoding::kInt8);
 
   nb::class_<OptimizerSpec>(m, "OptimizerSpec",
                             "A sparse optimizer and its settings, by the names of the configs.")
@@ -232,16 +233,16 @@ void bind_table(nb::module_& m) {
   nb::class_<Table>(m, "Table", "Maps int64 ids to rows of floats. Thread-safe.")
       .def(
           "__init__",
-          [](Table* self, std::vector<SegmentSpec> segments, bool serving, ValueStorage storage,
-             bool skip_zero, bool expire_when_full, std::uint64_t seed, std::uint64_t initial_rows,
-             std::uint64_t capacity_bytes, std::int64_t expire_seconds,
+          [](Table* self, std::vector<SegmentSpec> segments, bool serving, ValueCoding coding,
+             bool round_by_chance, bool skip_zero, bool expire_when_full, std::uint64_t seed,
+             std::uint64_t initial_rows, std::uint64_t capacity_bytes, std::int64_t expire_seconds,
              std::vector<std::pair<std::uint32_t, std::int64_t>> slot_expire_seconds,
              std::shared_ptr<Admission> admission, std::shared_ptr<TouchedKeySet> touched,
              std::shared_ptr<Workers> workers) {
             TableSpec spec;
             spec.segments = std::move(segments);
             spec.serving = serving;
-            spec.storage = storage;
+            spec.storage = {coding, round_by_chance};
             spec.skip_zero = skip_zero;
             spec.expire_when_full = expire_when_full;
             spec.seed = seed;
@@ -251,9 +252,9 @@ void bind_table(nb::module_& m) {
             spec.slot_expire_seconds = std::move(slot_expire_seconds);
             new (self) Table(std::move(spec), std::move(admission), std::move(touched), std::move(workers));
           },
-          nb::kw_only(), "segments"_a, "serving"_a, "storage"_a, "skip_zero"_a, "expire_when_full"_a,
-          "seed"_a, "initial_rows"_a, "capacity_bytes"_a, "expire_seconds"_a, "slot_expire_seconds"_a,
-          "admission"_a.none(), "touched"_a.none(), "workers"_a.none())
+          nb::kw_only(), "segments"_a, "serving"_a, "coding"_a, "round_by_chance"_a, "skip_zero"_a,
+          "expire_when_full"_a, "seed"_a, "initial_rows"_a, "capacity_bytes"_a, "expire_seconds"_a,
+          "slot_expire_seconds"_a, "admission"_a.none(), "touched"_a.none(), "workers"_a.none())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_dim", &Table::state_dim)
       .def_prop_ro("row_bytes", &Table::row_bytes, "Bytes of one row as stored.")

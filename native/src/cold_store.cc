@@ -123,8 +123,8 @@ ColdStore::ColdStore(ColdSpec spec, std::shared_ptr<BlockReader> reader)
       rows_per_block_(ColdLayout(spec_.row_bytes).rows_per_block),
       rows_per_file_(std::clamp<std::size_t>(spec_.buffer_bytes / record_bytes_, 8, kRowMask)),
       recent_(record_bytes_) {
-  if (spec_.row_bytes == 0 || spec_.row_bytes % 16 != 0)
-    throw std::invalid_argument("cold store: rows must be of a multiple of 16 bytes");
+  if (spec_.row_bytes == 0 || spec_.row_bytes % 8 != 0)
+    throw std::invalid_argument("cold store: rows must be of a multiple of 8 bytes");
   if (reader_ == nullptr) throw std::invalid_argument("cold store: needs a reader");
   files_.emplace_back();  // location 0 is no row
   captured_.resize(std::size_t{1} << ColdIndex::kPartitionBits);

@@ -47,7 +47,7 @@ namespace monolith {
 struct ColdSpec {
   std::string folder;            // exists, and is of this store alone
   std::string table;             // its name, for the head of files and for errors
-  std::size_t row_bytes = 0;     // of a row as the table stores it, a multiple of 16
+  std::size_t row_bytes = 0;     // of a row as the table stores it, a multiple of 8
   std::size_t buffer_bytes = 0;  // how many bytes of records are written as one file
   std::size_t recent_bytes =
       0;  // for rows that were read and may be wanted again at once; see remember_up_to

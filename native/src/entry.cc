@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "bfloat16.h"
 #include "hash.h"
+#include "narrow.h"
 #include "quantize.h"
 
 namespace monolith {
@@ -70,11 +70,18 @@ Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed
       (parts_.size() == 1 || (by_element && first.kind != OptimizerKind::kBatchSoftmax)) &&
       !first.delay_compensated && !first.stochastic_rounding)
     plain_ = step_kernels(first.kind, dim_);
-  bfloat16_ = bfloat16_kernels(dim_);
-  value_bytes_ = dim_ * (storage == ValueStorage::kFloat32 ? sizeof(float) : sizeof(std::uint16_t));
+  const bool narrow = storage.coding != ValueCoding::kFloat32 && !serving;
+  value_bytes_ = dim_ * sizeof(float);
+  if (narrow) {
+    narrow_.dim = dim_;
+    for (const Part& part : parts_) narrow_.widths.push_back(part.spec.dim);
+    kernels_ = narrow_kernels(storage.coding, dim_);
+    value_bytes_ = narrow_bytes(storage.coding, narrow_);
+  }
   state_byte_ = (value_bytes_ + sizeof(float) - 1) / sizeof(float) * sizeof(float);
   row_bytes_ = serving ? byte : state_byte_ + state_dim_ * sizeof(float);
-  row_bytes_ = (row_bytes_ + 15) / 16 * 16;
+  const std::size_t padded = narrow ? 8 : 16;
+  row_bytes_ = (row_bytes_ + padded - 1) / padded * padded;
 }
 
 float Entry::random(std::uint64_t salt, int column) const {
@@ -88,23 +95,17 @@ void Entry::initialize(std::byte* row, std::int64_t id) const {
     if (init.low == init.high) return init.low;
     return init.low + (init.high - init.low) * random(salt, part.column + i);
   };
-  if (serving_) {
-    std::vector<float> values(dim_);
+  const auto fill = [&](float* values) {
     for (const Part& part : parts_)
       for (int i = 0; i < part.spec.dim; ++i) values[part.column + i] = value(part, i);
+  };
+  if (stores_floats()) {
+    fill(reinterpret_cast<float*>(row));
+  } else {
+    std::vector<float> values(dim_);
+    fill(values.data());
     write(row, values.data());
-    return;
   }
-  for (const Part& part : parts_)
-    for (int i = 0; i < part.spec.dim; ++i) {
-      const int column = part.column + i;
-      if (storage_ == ValueStorage::kFloat32) {
-        reinterpret_cast<float*>(row)[column] = value(part, i);
-      } else {
-        const auto code = static_cast<std::uint16_t>(nearest_bfloat16(value(part, i)));
-        std::memcpy(row + 2 * column, &code, sizeof code);
-      }
-    }
   initialize_state(row);
 }
 
@@ -118,10 +119,10 @@ void Entry::initialize_state(float* state) const {
 }
 
 void Entry::read_values(const std::byte* rows, std::size_t count, float* values) const {
-  if (storage_ == ValueStorage::kFloat32)
+  if (stores_floats())
     std::memcpy(values, rows, count * value_bytes_);
   else
-    bfloat16_.widen(rows, values, count * dim_);
+    kernels_.widen(narrow_, rows, values, count);
 }
 
 void Entry::read(const std::byte* row, float* values) const {
@@ -157,18 +158,18 @@ void Entry::read(const std::byte* row, float* values) const {
 }
 
 void Entry::write_stepped(std::byte* row, std::uint64_t hash, const float* values, std::int64_t step) const {
-  if (storage_ == ValueStorage::kBfloat16Stochastic)
-    bfloat16_.round_by_chance(values, row, dim_, rounding_key(hash, seed_, step));
+  if (storage_.by_chance && !stores_floats())
+    kernels_.round_by_chance(narrow_, values, row, rounding_key(hash, seed_, step));
   else
     write(row, values);
 }
 
 void Entry::write(std::byte* row, const float* values) const {
   if (!serving_) {
-    if (storage_ == ValueStorage::kFloat32)
+    if (stores_floats())
       std::memcpy(row, values, value_bytes_);
     else
-      bfloat16_.round_to_nearest(values, row, dim_);
+      kernels_.round_to_nearest(narrow_, values, row);
     return;
   }
   for (const Part& part : parts_) {
@@ -283,10 +284,9 @@ void Entry::step(float* values, float* state, std::int64_t id, const float* grad
 
 void Entry::step_rounded(std::byte* const* rows, const std::uint64_t* hashes, const float* const* gradients,
                          std::size_t count, float rate, std::int64_t step, float* scratch) const {
-  const bool by_chance = storage_ == ValueStorage::kBfloat16Stochastic;
-  const Bfloat16Step by{plain_spec(), plain_.one, dim_, row_bytes_, state_byte_,
-                        seed_,        by_chance,  rate, step};
-  bfloat16_.step(by, rows, hashes, gradients, count, scratch);
+  const NarrowStep by{plain_spec(), plain_.one,         narrow_, row_bytes_, state_byte_,
+                      seed_,        storage_.by_chance, rate,    step};
+  kernels_.step(by, rows, hashes, gradients, count, scratch);
 }
 
 void Entry::begin_step(std::int64_t step, const float* rates) {

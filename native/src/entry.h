@@ -5,11 +5,12 @@
 // segment. An Entry knows this layout and the kernels that work on it; it holds
 // no row itself.
 //
-//   float32        | dim x 4 bytes        | state x 4 bytes |       padded to 16
-//   bfloat16       | dim x 2 bytes | to 4 | state x 4 bytes |       padded to 16
+//   float32               | dim x 4 bytes                           | state x 4 bytes | padded to 16
+//   bfloat16 and float16  | dim x 2 bytes | to 4                    | state x 4 bytes | padded to 8
+//   int8                  | dim bytes     | to 4, a scale a segment | state x 4 bytes | padded to 8
 //
-// Values that are stored as bfloat16 are float32 to every caller: widened when they are read, and rounded
-// once when they are written, after a step of float32 arithmetic.
+// Narrow values are float32 to every caller: widened when they are read, and rounded once when they are
+// written, after a step of float32 arithmetic.
 #pragma once
 
 #include <algorithm>
@@ -21,14 +22,17 @@
 #include <span>
 #include <vector>
 
-#include "bfloat16_rows.h"
+#include "narrow_rows.h"
 #include "optimizers.h"
 
 namespace monolith {
 
 // How the values of a training row are stored, and how those that a step has changed are rounded. Values that
 // are assigned, restored or new are rounded to the nearest.
-enum class ValueStorage : std::uint8_t { kFloat32, kBfloat16Nearest, kBfloat16Stochastic };
+struct ValueStorage {
+  ValueCoding coding = ValueCoding::kFloat32;
+  bool by_chance = false;
+};
 
 struct InitializerSpec {
   // Uniform in [low, high); low == high is a constant.
@@ -57,17 +61,16 @@ struct SegmentSpec {
 class Entry {
  public:
   // Throws std::invalid_argument for segments that make no row.
-  Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed,
-        ValueStorage storage = ValueStorage::kFloat32);
+  Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed, ValueStorage storage = {});
 
   int dim() const { return dim_; }
   int state_dim() const { return state_dim_; }
   int segments() const { return static_cast<int>(parts_.size()); }
-  std::size_t row_bytes() const { return row_bytes_; }      // as stored, padded to 16
+  std::size_t row_bytes() const { return row_bytes_; }      // as stored and padded
   std::size_t value_bytes() const { return value_bytes_; }  // of a training row, that it begins with
   bool serving() const { return serving_; }
   // Whether a row has its values as floats, and no work is needed to read or write them.
-  bool stores_floats() const { return storage_ == ValueStorage::kFloat32 && !serving_; }
+  bool stores_floats() const { return storage_.coding == ValueCoding::kFloat32 && !serving_; }
   bool delay_compensated() const { return delay_compensated_; }
   bool counts_steps() const { return counts_steps_; }
   // Whether a training lookup shows something other than the stored values.
@@ -114,8 +117,8 @@ class Entry {
     const bool alike = std::equal(rates.begin() + 1, rates.end(), rates.begin());
     return alike && !(std::abs(rates[0] * plain_spec().weight_decay) > 1) ? plain_ : StepKernels{};
   }
-  // `step` of `count` rows of bfloat16 by the plain kernel. `hashes` are those of their IDs, `scratch` has
-  // room for dim() floats.
+  // `step` of `count` rows of narrow values by the plain kernel. `hashes` are those of their IDs, `scratch`
+  // has room for dim() floats.
   void step_rounded(std::byte* const* rows, const std::uint64_t* hashes, const float* const* gradients,
                     std::size_t count, float rate, std::int64_t step, float* scratch) const;
   const OptimizerSpec& plain_spec() const { return parts_[0].spec.optimizer; }
@@ -147,7 +150,8 @@ class Entry {
   const std::uint64_t seed_;
   const bool serving_;
   const ValueStorage storage_;
-  Bfloat16Kernels bfloat16_;
+  NarrowRow narrow_;
+  NarrowKernels kernels_;  // of narrow rows
   int dim_ = 0;
   int state_dim_ = 0;
   std::size_t row_bytes_ = 0;

@@ -34,7 +34,7 @@ namespace monolith {
 struct TableSpec {
   std::vector<SegmentSpec> segments;
   bool serving = false;
-  ValueStorage storage = ValueStorage::kFloat32;
+  ValueStorage storage;
   bool skip_zero = false;         // serving only: assigning zeros removes the row
   bool expire_when_full = false;  // past capacity_bytes the oldest rows go; otherwise new ids are refused
   std::uint64_t seed = 0;

@@ -189,7 +189,8 @@ class _Bench:
             before = self._measure_storage(optimizer, "float32")
             after = self._measure_storage(optimizer, "bfloat16")
             for work, unit in (("lookup", "rows/s"), ("update", "rows/s"), ("bytes of a place", "bytes")):
-                add_storage(report, work, f"{plan.dim} floats, {name}", unit, before[work], after[work])
+                found: dict[EmbeddingDtype, float] = {"float32": before[work], "bfloat16": after[work]}
+                add_storage(report, work, f"{plan.dim} floats, {name}", unit, found)
         report.show(f"bfloat16 embeddings, {plan.rows:,} rows, batches of {plan.batch:,} uniform ids")
 
     def _measure_storage(self, optimizer: Optimizer, dtype: EmbeddingDtype) -> dict[str, float]:

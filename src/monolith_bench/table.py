@@ -14,10 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from monolith import native
 from monolith.errors import ConfigError
 from monolith.table import Adagrad, NativeTable, Sgd
+from monolith.table.config import EmbeddingDtype
 from monolith_bench.contenders import (
     fill,
     make_gradients,
@@ -107,7 +109,7 @@ def run(options: BenchTableOptions) -> int:
         measure_pauses(plan, report)
         for dim in plan.dims:
             measure_speed(plan, report, dim)
-        measure_bfloat16(plan, report)
+        measure_narrow(plan, report)
         if options.scaling:
             measure_scaling(plan, report)
         if options.busy:
@@ -288,17 +290,18 @@ def best_build(rows: int, gradients: Tensor, threads: int) -> tuple[NativeTable,
     return table, best
 
 
-def measure_bfloat16(plan: TablePlan, report: Report) -> None:
-    """Race tables with bfloat16 embeddings against the same with float32, by optimizers with and without
-    state; rounding is stochastic."""
+def measure_narrow(plan: TablePlan, report: Report) -> None:
+    """Race tables with embeddings of each `embedding_dtype`, by optimizers with and without state; rounding
+    is stochastic."""
     dim, rows, threads = plan.dims[0], plan.rows, plan.most_threads
-    need_memory(rows * 2 * dim * FLOAT_BYTES * 3.0)
+    need_memory(rows * 2 * dim * FLOAT_BYTES * 6.0)
     requests = make_batches("uniform", rows, plan)
     gradients = make_gradients(plan.batch, dim, plan.seed)
+    dtypes: tuple[EmbeddingDtype, ...] = get_args(EmbeddingDtype)
     for name, optimizer in (("adagrad", Adagrad()), ("sgd", Sgd())):
-        report.say(f"float32 and bfloat16 embeddings, {name}")
+        report.say(f"{', '.join(dtypes)} embeddings, {name}")
         racing: dict[str, Contender] = {}
-        tables = [new_table(dim, threads, optimizer, dtype) for dtype in ("float32", "bfloat16")]
+        tables = [new_table(dim, threads, optimizer, dtype) for dtype in dtypes]
         for table in tables:
             for _ in fill(table, id_of(np.arange(rows)), gradients):
                 pass
@@ -306,23 +309,27 @@ def measure_bfloat16(plan: TablePlan, report: Report) -> None:
                 if work in ("lookup", "update with dedup"):
                     racing[f"{work}, {table.config.embedding_dtype}"] = one
         rates = race(racing, **plan.timing)
-        per_row = [table.stats().bytes_total / len(table) for table in tables]
+        per_row = {table.config.embedding_dtype: table.stats().bytes_total / len(table) for table in tables}
         for table in tables:
             table.close()
         case = f"{dim} floats, {name}"
         for work in ("lookup", "update with dedup"):
-            before, after = (rates[f"{work}, {dtype}"] for dtype in ("float32", "bfloat16"))
-            add_storage(report, work, case, "rows/s", before, after)
-        add_storage(report, "bytes per row", case, "bytes", *per_row)
+            add_storage(report, work, case, "rows/s", {one: rates[f"{work}, {one}"] for one in dtypes})
+        add_storage(report, "bytes per row", case, "bytes", per_row)
     label = counted(threads, "thread")
-    report.show(f"bfloat16 embeddings, {rows:,} rows, batches of {plan.batch:,} uniform ids, {label}")
+    report.show(f"narrow embeddings, {rows:,} rows, batches of {plan.batch:,} uniform ids, {label}")
 
 
-def add_storage(report: Report, work: str, case: str, unit: str, before: float, after: float) -> None:
-    """Record what float32 embeddings make, and what bfloat16 makes next to it."""
-    metric, float32 = {"rows/s": "rows_per_s", "bytes": "bytes_per_row"}[unit], f"{work}, float32, {case}"
-    report.add(float32, metric, before, unit)
-    report.compare(f"{work}, bfloat16, {case}", metric, after, unit, {float32: before})
+def add_storage(
+    report: Report, work: str, case: str, unit: str, found: Mapping[EmbeddingDtype, float]
+) -> None:
+    """Record what float32 embeddings make, and what each other `embedding_dtype` makes next to it."""
+    metric = {"rows/s": "rows_per_s", "bytes": "bytes_per_row"}[unit]
+    before = {f"{work}, float32, {case}": found["float32"]}
+    report.add(f"{work}, float32, {case}", metric, found["float32"], unit)
+    for dtype, value in found.items():
+        if dtype != "float32":
+            report.compare(f"{work}, {dtype}, {case}", metric, value, unit, before)
 
 
 def make_batches(distribution: str, rows: int, plan: TablePlan) -> IdBatches:

@@ -73,6 +73,8 @@ def test_speed_is_compared_with_the_limit_and_the_rivals(
         ("bytes per row, 16 floats, adagrad", "bytes_per_row"),
         ("bytes per row, bfloat16, 16 floats, adagrad", "bytes_per_row"),
         ("lookup, bfloat16, 16 floats, adagrad", "rows_per_s"),
+        ("lookup, float16, 16 floats, sgd", "rows_per_s"),
+        ("bytes per row, int8, 16 floats, sgd", "bytes_per_row"),
         ("update with dedup, bfloat16, 16 floats, sgd", "rows_per_s"),
         ("write while growing", "longest_pause"),
         ("write while growing", "p99.9_pause"),

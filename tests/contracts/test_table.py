@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from contracts.tables import (
-    bfloat16_table_classes,
     ids,
+    narrow_table_classes,
     rows,
     spilling_table_classes,
     table_classes,
@@ -69,7 +69,7 @@ DAY = 86400
         *table_classes(),
         *tiered_table_classes(),
         *spilling_table_classes(),
-        *bfloat16_table_classes(),
+        *narrow_table_classes(),
     ],
     ids=lambda cls: cls.__name__,
 )
@@ -404,6 +404,7 @@ def test_stochastic_rounding_keeps_values_finite_beyond_the_largest_half(make: M
     assert table.lookup(ids(1)).tolist() == [[65504, -65504, 65504, 65504]]
 
 
+@pytest.mark.exact_rows
 def test_coarse_compressors_are_seen_by_lookups_and_not_by_the_stored_row(make: Make) -> None:
     table = make(Segment(dim=1, compressor=FixedR8(5.0), learning_rate=1.0))
     table.assign(ids(1), rows([0.0546875]))
@@ -719,6 +720,7 @@ def test_rows_are_iterated_bucket_by_bucket(make: Make, count: int) -> None:
     assert list(iterate_buckets(table, ids())) == []
 
 
+@pytest.mark.exact_rows
 def test_digests_are_those_of_the_rows_given_one_by_one(make: Make) -> None:
     table = cast(Table, make())
     keys = torch.arange(-50, 50)

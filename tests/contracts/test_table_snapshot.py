@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from contracts.tables import (
-    bfloat16_table_classes,
     crowded_table_classes,
     ids,
+    narrow_table_classes,
     roomy_table_classes,
     rows,
     table_classes,
@@ -50,7 +50,7 @@ Content = dict[int, tuple[int, list[float], list[float]]]
         *tiered_table_classes(),
         *crowded_table_classes(),
         *roomy_table_classes(),
-        *bfloat16_table_classes(),
+        *narrow_table_classes(),
     ],
     ids=lambda cls: cls.__name__,
 )

@@ -222,7 +222,7 @@ def test_a_slot_may_store_its_embeddings_otherwise_than_the_run() -> None:
     slots = [slot("a", slot_id=1, embedding_dtype="float32"), slot("b", slot_id=2), slot("c", slot_id=3)]
     how: dict[str, Any] = {"embedding_dtype": "bfloat16", "embedding_rounding": "nearest"}
     configs = collect_tables(slots, **how, merge_equal=True).configs
-    assert {name: one.stores_bfloat16 for name, one in configs.items()} == {
+    assert {name: one.stores_narrow for name, one in configs.items()} == {
         "a": False,
         merged_name(["b", "c"]): True,
     }

@@ -41,6 +41,7 @@ from monolith.table import (
     read_dump_manifest,
 )
 from monolith.table.cold_files import ColdFile, LinkedRows, in_order_of_hashes
+from monolith.table.config import EmbeddingDtype
 from monolith.table.dumps import inspect_dump, linked_rows, remove_dump
 from monolith.table.hashing import mix
 from monolith.table.row_streams import HASHES, DumpStep, find_row, newest_rows
@@ -212,11 +213,12 @@ def test_memory_to_tiered_and_back(config: TableConfig, base: str) -> None:
 
 
 @pytest.mark.parametrize("segments", [(Segment(dim=5),), SEGMENTS])
-def test_rows_of_bfloat16_are_linked_and_taken_over_only_as_such(
-    segments: tuple[Segment, ...], config: TableConfig, base: str
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+def test_narrow_rows_are_linked_and_taken_over_only_as_such(
+    segments: tuple[Segment, ...], dtype: EmbeddingDtype, config: TableConfig, base: str
 ) -> None:
     config = replace(config, segments=segments)
-    narrow = replace(config, embedding_dtype="bfloat16")
+    narrow = replace(config, embedding_dtype=dtype)
     table = filled(narrow)
     linked(table, base)
     for other, adopts in ((narrow, True), (config, False)):

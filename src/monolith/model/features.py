@@ -138,7 +138,7 @@ class Feature:
     """How the feature's table stores embeddings while they are trained, bias included; see `TableConfig`.
     None leaves it to the run."""
     embedding_rounding: EmbeddingRounding | None = None
-    """How steps are rounded to bfloat16; see `TableConfig`. None leaves it to the run."""
+    """How steps are rounded to embedding_dtype; see `TableConfig`. None leaves it to the run."""
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -292,12 +292,14 @@ class CompressorKind(enum.Enum):
 
     ONE_BIT = 3
 
-class ValueStorage(enum.Enum):
+class ValueCoding(enum.Enum):
     FLOAT32 = 0
 
-    BFLOAT16_NEAREST = 1
+    BFLOAT16 = 1
 
-    BFLOAT16_STOCHASTIC = 2
+    FLOAT16 = 2
+
+    INT8 = 3
 
 class OptimizerSpec:
     """A sparse optimizer and its settings, by the names of the configs."""
@@ -485,7 +487,7 @@ class TableStats:
 class Table:
     """Maps int64 ids to rows of floats. Thread-safe."""
 
-    def __init__(self, *, segments: Sequence[SegmentSpec], serving: bool, storage: ValueStorage, skip_zero: bool, expire_when_full: bool, seed: int, initial_rows: int, capacity_bytes: int, expire_seconds: int, slot_expire_seconds: Sequence[tuple[int, int]], admission: Admission | None, touched: TouchedKeySet | None, workers: Workers | None) -> None: ...
+    def __init__(self, *, segments: Sequence[SegmentSpec], serving: bool, coding: ValueCoding, round_by_chance: bool, skip_zero: bool, expire_when_full: bool, seed: int, initial_rows: int, capacity_bytes: int, expire_seconds: int, slot_expire_seconds: Sequence[tuple[int, int]], admission: Admission | None, touched: TouchedKeySet | None, workers: Workers | None) -> None: ...
 
     @property
     def dim(self) -> int: ...

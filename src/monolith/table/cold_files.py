@@ -17,7 +17,9 @@ number. The other file has the frame of a shard file, with parts that begin at m
               bits, CRC of the description, CRC of these 64 bytes
 
 Shapes: r bytes of a record are 16 (hash uint64, event time uint32, and an epoch that means nothing elsewhere)
-and the row: d values (float32, or bfloat16 filled up to 4 bytes) and s floats of state, filled up to 16.
+and the row: d values as the table stores them, filled up to 4 bytes, and s floats of state; float32 rows are
+filled up to 16 bytes, others to 8. Values of int8 are codes, filled up to 4 bytes, and a float32 scale for
+each segment.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +36,8 @@ from numpy.typing import NDArray
 from monolith import filesystem, native
 from monolith.errors import CorruptFileError, RestoreError
 from monolith.front_door import module_when_used
-from monolith.table.config import TableConfig
+from monolith.table.compressors import narrow_bytes
+from monolith.table.config import EmbeddingDtype
 from monolith.table.hashing import unmix
 from monolith.table.shard_files import Description, ShardInfo, padded, seal, sealed
 from monolith.table.table import Rows, Scan
@@ -45,8 +48,6 @@ if TYPE_CHECKING:
 else:
     torch = module_when_used("torch")
 
-StoredValues: TypeAlias = Literal["float32", "bfloat16"]
-"""How rows in a cold file have their values."""
 
 _BLOCK_HEAD = struct.Struct("<IIQ")  # CRC of what follows, stamp of the file, number
 _HEAD = struct.Struct("<8sIIQQQQQIIII")
@@ -82,11 +83,6 @@ class ColdRows(NamedTuple):
     files: Sequence[LinkableFile]
     scan_others: Callable[..., Scan]
     """As `TableSnapshot.scan`: rows that are in none of the files."""
-
-
-def stored_values(config: TableConfig) -> StoredValues:
-    """Return how a tiered training table of this config stores values."""
-    return "bfloat16" if config.stores_bfloat16 else "float32"
 
 
 def link_names(basename: str, links: int) -> list[tuple[str, str]]:
@@ -198,8 +194,9 @@ class LinkedRows:
         self.file = ColdFile(path)
         self._layout = layout = self._link.description.layout
         self.values = self._link.values
-        self._state_at = padded(layout.dim * (4 if self.values == "float32" else 2), 4)
-        row_bytes = padded(self._state_at + 4 * layout.state_dim, 16)
+        self._dims = [segment.dim for segment in layout.segments]
+        self._state_at = values_bytes(self.values, self._dims)
+        row_bytes = padded(self._state_at + 4 * layout.state_dim, 16 if self.values == "float32" else 8)
         seen = (self.file.stamp, self.file.rows, self.file.row_bytes)
         if seen != (self._link.stamp, self._link.rows, row_bytes):
             expected = (self._link.stamp, self._link.rows, row_bytes)
@@ -257,11 +254,8 @@ class LinkedRows:
             raise CorruptFileError(self.info.path, 0, "its rows are not in the order of their hashes")
         alive = self._alive(first, len(records))
         mine = records if bool(alive.all()) else records[alive]
-        rows, dim, state_at = mine[:, _RECORD_HEAD:], self._layout.dim, self._state_at
-        if self.values == "float32":
-            values = _column(rows, 0, 4 * dim, "<f4")
-        else:
-            values = (_column(rows, 0, 2 * dim, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+        rows, state_at = mine[:, _RECORD_HEAD:], self._state_at
+        values = _values(rows, self.values, self._dims)
         times = _column(mine, 8, 4, "<u4")[:, 0].astype(np.int64)
         state = _column(rows, state_at, 4 * self._layout.state_dim, "<f4")
         columns = (unmix(hashes[alive]), times, values, state)
@@ -293,6 +287,26 @@ class LinkedRows:
         begin, end = first // 8, -(-(first + count) // 8)
         bits = np.unpackbits(self._link.bits[begin:end], bitorder="little")
         return bits[first - 8 * begin :][:count].view(np.bool_)
+
+
+def values_bytes(dtype: EmbeddingDtype, dims: Sequence[int]) -> int:
+    """Return the bytes of a stored row before its state."""
+    scales = 4 * len(dims) if dtype == "int8" else 0
+    return padded(narrow_bytes(dtype, dims) - scales, 4) + scales
+
+
+def _values(rows: NDArray[np.uint8], dtype: EmbeddingDtype, dims: Sequence[int]) -> NDArray[np.float32]:
+    """Return the values of stored rows."""
+    dim = sum(dims)
+    if dtype == "float32":
+        return _column(rows, 0, 4 * dim, "<f4")
+    if dtype == "bfloat16":
+        return (_column(rows, 0, 2 * dim, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "float16":
+        return _column(rows, 0, 2 * dim, "<f2").astype(np.float32)
+    scales = _column(rows, padded(dim, 4), 4 * len(dims), "<f4")
+    codes: NDArray[np.float32] = _column(rows, 0, dim, "<i1").astype(np.float32)
+    return codes * np.repeat(scales, dims, axis=1)
 
 
 class _Chunk(NamedTuple):
@@ -404,7 +418,7 @@ def _column(items: NDArray[np.uint8], at: int, size: int, dtype: str) -> NDArray
 @dataclass(frozen=True, slots=True)
 class _Link:
     description: Description
-    values: StoredValues
+    values: EmbeddingDtype
     stamp: int
     rows: int
     alive_rows: int
@@ -416,7 +430,7 @@ class _Link:
 def write_link(
     path: str,
     description: Description,
-    values: StoredValues,
+    values: EmbeddingDtype,
     file: ColdFile,
     alive: NDArray[np.uint8],
     newest: int,
@@ -469,7 +483,7 @@ def _read_link(path: str) -> _Link:
     try:
         about = json.loads(text)
         description = Description.from_json(json.dumps(about["description"]).encode())
-        if about["values"] not in ("float32", "bfloat16"):
+        if about["values"] not in get_args(EmbeddingDtype):
             raise ValueError(f"values are stored as {about['values']!r}")
     except (ValueError, TypeError, KeyError) as cause:
         raise CorruptFileError(path, _LINK_HEADER.size, f"the description is malformed: {cause}") from cause

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -225,49 +226,129 @@ def round_to_half(values: Floats, chances: Floats) -> Floats:
     return np.where(exact, bounded, rounded).astype(np.float32)
 
 
-# bfloat16: float32 without its low 16 bits, as tables store embeddings with embedding_dtype="bfloat16". The
-# compiled arithmetic is in native/include/bfloat16.h and gives the same bits.
+# Narrow values: what training tables store with another `embedding_dtype` than float32. The compiled
+# arithmetic is in native/include/narrow.h, which says how it works, and gives the same bits. Here values stay
+# float32.
+
+_NARROW_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_SCALE_CUT, _CODE_CUT = 7, 15
+_LEAST_SCALE, _MOST_SCALE = np.uint32(0x0100_0000), np.uint32(0x7C01_0200)
+
+Bits = NDArray[np.uint32]
+# What to add to bits, given also the bits of the value, its column and how many low bits are then cut off.
+_More = Callable[[Bits, Bits, "NDArray[np.int64]", int], Bits]
 
 
-def nearest_bfloat16(values: Floats) -> Floats:
-    """Round each value to the nearest bfloat16, ties to even; the result stays float32.
+def narrow_bytes(dtype: str, dims: Sequence[int]) -> int:
+    """Return the bytes of a row's values, without padding; `dims` are those of its segments."""
+    return _NARROW_BYTES[dtype] * sum(dims) + (4 * len(dims) if dtype == "int8" else 0)
 
-    No finite value becomes infinite: beyond the largest bfloat16 the low bits are cut off.
+
+def round_to_nearest(values: Floats, dtype: str, dims: Sequence[int]) -> Floats:
+    """Round each value to the nearest that `dtype` can hold, ties to even.
+
+    No finite value becomes infinite: what is beyond the largest becomes the largest. With int8, each segment
+    of a row has a scale of its own, which follows from the largest of its values.
 
     Args:
-        values: float32.
+        values: float32 of shape (n, dim) or (dim,).
+        dtype: An `embedding_dtype`.
+        dims: Those of the segments of a row.
     """
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    return _cut_off(bits, np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)))
+    return _rounded(values, dtype, dims, lambda bits, _value, _columns, cut: _to_nearest(bits, cut))
 
 
-def stochastic_bfloat16(values: Floats, *, seed: int, row_id: int, step: int) -> Floats:
+def round_by_chance(
+    values: Floats, dtype: str, dims: Sequence[int], *, seed: int, row_id: int, step: int
+) -> Floats:
     """Round the values of a row up or down, up as often as the low bits that are cut off are large.
 
     The chance is a hash of the seed, the ID, the step, the column and the value.
 
     Args:
         values: float32 of shape (dim,), the whole row.
+        dtype: An `embedding_dtype`.
+        dims: Those of the segments of the row.
         seed: The table's.
     """
-    bits = np.ascontiguousarray(values).view(np.uint32)
     key = mix_one(mix_one(row_id) + mix_one(seed) + mix_one(step))
     low, high = np.uint32(key & 0xFFFF_FFFF), np.uint32(key >> 32)
-    h = (bits ^ low) + np.uint32(0x9E3779B9) * np.arange(1, len(bits) + 1, dtype=np.uint32)
-    h = (h ^ h >> np.uint32(16)) * np.uint32(0x7FEB352D)
-    h = (h ^ h >> np.uint32(15) ^ high) * np.uint32(0x846CA68B)
-    return _cut_off(bits, h >> np.uint32(16))
+
+    def more(_bits: Bits, value: Bits, columns: NDArray[np.int64], cut: int) -> Bits:
+        h = (value ^ low) + np.uint32(0x9E3779B9) * (columns + 1).astype(np.uint32)
+        h = (h ^ h >> np.uint32(16)) * np.uint32(0x7FEB352D)
+        h = (h ^ h >> np.uint32(15) ^ high) * np.uint32(0x846CA68B)
+        return h >> np.uint32(32 - cut)
+
+    return _rounded(values, dtype, dims, more, by_chance=True)
 
 
-def inexact_as_bfloat16(values: Floats) -> NDArray[np.bool_]:
-    """Return for each row of values, (n, dim), whether bfloat16 cannot hold some of it."""
-    low = np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFF)
-    return np.asarray(low.any(axis=1))
+def inexact(values: Floats, dtype: str, dims: Sequence[int]) -> NDArray[np.bool_]:
+    """Return for each row of values, (n, dim), whether `dtype` cannot hold some of it."""
+    rounded = round_to_nearest(values, dtype, dims)
+    changed = (rounded != values) & ~(np.isnan(rounded) & np.isnan(values))
+    return np.asarray(changed.any(axis=1))
 
 
-def _cut_off(bits: NDArray[np.uint32], more: NDArray[np.uint32]) -> Floats:
+def _rounded(
+    values: Floats, dtype: str, dims: Sequence[int], more: _More, *, by_chance: bool = False
+) -> Floats:
+    values = np.ascontiguousarray(values)
+    bits, columns = values.view(np.uint32), np.arange(values.shape[-1])
+    if dtype == "bfloat16":
+        return _cut_off(bits, more(bits, bits, columns, 16))
+    if dtype == "float16" and by_chance:
+        return _float16(values, more(bits, bits, columns, 13))
+    if dtype == "float16":
+        return _finite_half(values).astype(np.float16).astype(np.float32)
+    if dtype == "int8":
+        firsts = np.cumsum([0, *dims[:-1]])
+        rounded = [
+            _int8(values[..., first : first + dim], columns[first : first + dim], number, more)
+            for number, (first, dim) in enumerate(zip(firsts, dims, strict=True))
+        ]
+        return np.concatenate(rounded, axis=-1)
+    return values
+
+
+def _to_nearest(bits: Bits, cut: int) -> Bits:
+    return np.uint32((1 << (cut - 1)) - 1) + (bits >> np.uint32(cut) & np.uint32(1))
+
+
+def _cut_off(bits: Bits, more: Bits) -> Floats:
     """Add to the bits of finite values, then clear the low half; a NaN stays one."""
     magnitude = bits & np.uint32(0x7FFF_FFFF)
     large = np.where(magnitude > 0x7F80_0000, bits | np.uint32(0x0040_0000), bits)
     rounded = np.where(magnitude >= 0x7F7F_0000, large, bits + more) & np.uint32(0xFFFF_0000)
     return rounded.astype(np.uint32).view(np.float32)
+
+
+def _finite_half(values: Floats) -> Floats:
+    limit = np.float32(LARGEST_HALF)
+    return np.where(np.isfinite(values), np.clip(values, -limit, limit), values)
+
+
+def _float16(values: Floats, more: Bits) -> Floats:
+    """Add to values in units of 2^-13 of the distance of two halves, then cut the fraction off."""
+    bounded = np.where(np.isfinite(values), np.abs(_finite_half(values)), np.float32(0))
+    magnitude = bounded.view(np.uint32)
+    raised = (bounded + np.float32(2**-14)).view(np.uint32) - np.uint32(0x3880_0000)
+    fine = np.where(magnitude < 0x3880_0000, raised, magnitude - np.uint32(0x3800_0000))
+    code = np.minimum((fine + more) >> np.uint32(13), np.uint32(0x7BFF)).astype(np.uint16)
+    rounded = np.copysign(code.view(np.float16).astype(np.float32), values)
+    return np.where(np.isfinite(values), rounded, values)
+
+
+def _int8(values: Floats, columns: NDArray[np.int64], segment: int, more: _More) -> Floats:
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    largest = (bits & np.uint32(0x7FFF_FFFF)).max(axis=-1, keepdims=True)
+    with np.errstate(all="ignore"):
+        share = (largest.view(np.float32) / np.float32(127)).view(np.uint32)
+        raised_share = share + more(share, share, np.array([-1 - segment]), _SCALE_CUT)
+        scale = raised_share >> np.uint32(_SCALE_CUT) << np.uint32(_SCALE_CUT)
+        scale = np.where(scale < _LEAST_SCALE, np.uint32(0), np.minimum(scale, _MOST_SCALE))
+        scale = np.where(share >= 0x7F80_0000, np.uint32(0x7FC0_0000), scale).view(np.float32)
+        inverse = np.where(scale > 0, np.float32(127) / largest.view(np.float32), np.float32(0))
+        raised = (values * inverse + np.float32(384)).view(np.uint32)
+        codes = (raised + more(raised, bits, columns, _CODE_CUT)) >> np.uint32(_CODE_CUT) ^ np.uint32(0x80)
+        return codes.astype(np.uint8).view(np.int8).astype(np.float32) * scale

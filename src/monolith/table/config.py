@@ -17,13 +17,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from monolith.errors import ConfigError
-from monolith.table.compressors import Compressor, Fp32
+from monolith.table.compressors import Compressor, Fp32, narrow_bytes
 from monolith.table.expiry import Expiry
 from monolith.table.hashing import draws
 from monolith.table.optimizers import Optimizer, Sgd, label
@@ -332,14 +332,16 @@ def check_table_storage(owner: str, storage: str, memory_bytes: int | None, stor
         raise ConfigError(f"{owner}: memory_bytes and storage_dir are for storage='tiered'")
 
 
-EmbeddingDtype: TypeAlias = Literal["float32", "bfloat16"]
+EmbeddingDtype: TypeAlias = Literal["float32", "bfloat16", "float16", "int8"]
 EmbeddingRounding: TypeAlias = Literal["nearest", "stochastic"]
 
 
 def check_embedding_storage(owner: str, dtype: str | None, rounding: str | None) -> None:
     """Refuse an unknown `embedding_dtype` or `embedding_rounding`; None is a default."""
-    if dtype not in (None, "float32", "bfloat16"):
-        raise ConfigError(f"{owner}: embedding_dtype must be 'float32' or 'bfloat16', got {dtype!r}")
+    if dtype not in (None, *get_args(EmbeddingDtype)):
+        raise ConfigError(
+            f"{owner}: embedding_dtype must be 'float32', 'bfloat16', 'float16' or 'int8', got {dtype!r}"
+        )
     if rounding not in (None, "nearest", "stochastic"):
         raise ConfigError(f"{owner}: embedding_rounding must be 'nearest' or 'stochastic', got {rounding!r}")
 
@@ -369,12 +371,14 @@ class TableConfig:
     seed: int = 0
     """For random initializers and stochastic rounding; 0 to 2^64 - 1."""
     embedding_dtype: EmbeddingDtype = "float32"
-    """How a training table stores embeddings. With bfloat16 they take half the bytes; callers still read and
-    write float32, steps are computed in float32, and optimizer state stays float32."""
+    """How a training table stores embeddings. With bfloat16 and float16 they take half the bytes, with int8 a
+    quarter and a scale of 4 bytes per segment; callers still read and write float32, steps are computed in
+    float32, and optimizer state stays float32. A table on a GPU has float32 or bfloat16."""
     embedding_rounding: EmbeddingRounding = "stochastic"
-    """How a step's result is rounded to bfloat16: to the nearest, which loses changes of less than 1/512 of a
-    value, or up or down by a chance that makes the mean of many small steps right. The chance is a hash of
-    seed, ID, step, column and value, so a run is repeatable. Assigned values go to the nearest."""
+    """How a step's result is rounded to embedding_dtype: to the nearest, which loses small changes (with
+    bfloat16 those of less than 1/512 of a value), or up or down by a chance that makes the mean of many small
+    steps right. The chance is a hash of seed, ID, step, column and value, so a run is repeatable. Assigned
+    values go to the nearest."""
     storage: TableStorage = "memory"
     """Where rows are: all in memory, or the hot ones in `memory_bytes` of memory and all others in files; see
     `TieredTable`."""
@@ -423,10 +427,10 @@ class TableConfig:
                 f"table {self.name!r}: capacity_bytes is a ceiling on a table in memory; a tiered table has "
                 "memory_bytes, and its files grow. Leave capacity_bytes out, and let rows expire"
             )
-        if self.stores_bfloat16 and any(s.optimizer.stochastic_rounding for s in self.segments):
+        if self.stores_narrow and any(s.optimizer.stochastic_rounding for s in self.segments):
             raise ConfigError(
                 f"table {self.name!r}: StochasticRounding makes halves of float32 rows; rows with "
-                "embedding_dtype='bfloat16' are rounded already, as embedding_rounding says"
+                f"embedding_dtype={self.embedding_dtype!r} are rounded already, as embedding_rounding says"
             )
         if self.skip_zero and not self.serving:
             raise ConfigError(
@@ -446,16 +450,17 @@ class TableConfig:
         return 0 if self.serving else sum(segment.state_dim for segment in self.segments)
 
     @property
-    def stores_bfloat16(self) -> bool:
-        """Whether rows are stored as bfloat16; those of a serving table are as their compressors say."""
-        return self.embedding_dtype == "bfloat16" and not self.serving
+    def stores_narrow(self) -> bool:
+        """Whether embeddings are stored in fewer bits than float32, as embedding_dtype says; those of a
+        serving table are as their compressors say."""
+        return self.embedding_dtype != "float32" and not self.serving
 
     @property
     def embedding_bytes(self) -> int:
         """Bytes of a row's embedding, without padding or optimizer state."""
         if self.serving:
             return sum(segment.dim * segment.compressor.bytes_per_value for segment in self.segments)
-        return self.dim * (2 if self.stores_bfloat16 else 4)
+        return narrow_bytes(self.embedding_dtype, [segment.dim for segment in self.segments])
 
     def learning_rates(self, step: int) -> list[float]:
         """Return each segment's rate at `step`."""

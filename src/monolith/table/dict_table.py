@@ -20,7 +20,7 @@ from monolith import concurrency
 from monolith.errors import TableArgumentError, TableClosedError
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter, Refusals
-from monolith.table.compressors import nearest_bfloat16, round_to_half, stochastic_bfloat16
+from monolith.table.compressors import round_by_chance, round_to_half, round_to_nearest
 from monolith.table.config import Segment, TableConfig
 from monolith.table.digests import digest_rows
 from monolith.table.hashing import draws, mix, mix_one
@@ -124,6 +124,7 @@ class DictTable:
         self._admission = admission
         self._touched = [] if touched is None else [touched]
         self._pieces = list(_pieces(config))
+        self._dims = [segment.dim for segment in config.segments]
         self._fresh_state = np.concatenate(
             [np.empty(0, np.float32)]
             + [p.segment.optimizer.initial_state(p.segment.dim) for p in self._pieces if not config.serving]
@@ -499,8 +500,15 @@ class DictTable:
             if not np.isfinite(row.values).all():
                 self._counts.non_finite += 1
                 row.values[:], row.state[:] = before
-            elif self._config.stores_bfloat16 and self._config.embedding_rounding == "stochastic":
-                row.values[:] = stochastic_bfloat16(row.values, seed=self._config.seed, row_id=key, step=step)
+            elif self._config.stores_narrow and self._config.embedding_rounding == "stochastic":
+                row.values[:] = round_by_chance(
+                    row.values,
+                    self._config.embedding_dtype,
+                    self._dims,
+                    seed=self._config.seed,
+                    row_id=key,
+                    step=step,
+                )
             else:
                 row.values[:] = self._as_stored(row.values)
             row.event_time = max(row.event_time, time)
@@ -559,7 +567,7 @@ class DictTable:
     def _as_stored(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the values as this table can hold them: a server has only what its codes can say."""
         if not self._config.serving:
-            return nearest_bfloat16(values) if self._config.stores_bfloat16 else values
+            return round_to_nearest(values, self._config.embedding_dtype, self._dims)
         return np.concatenate(
             [p.segment.compressor.decode(p.segment.compressor.encode(values[p.values])) for p in self._pieces]
         )

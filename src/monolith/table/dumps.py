@@ -45,13 +45,11 @@ from monolith.table.cold_files import (
     ColdFile,
     LinkableFile,
     LinkedRows,
-    StoredValues,
     link_names,
-    stored_values,
     write_link,
 )
-from monolith.table.compressors import inexact_as_bfloat16
-from monolith.table.config import TableConfig
+from monolith.table.compressors import inexact
+from monolith.table.config import EmbeddingDtype, TableConfig
 from monolith.table.hashing import unmix
 from monolith.table.shard_files import (
     Description,
@@ -241,7 +239,7 @@ def dump_snapshot(
         _Source(
             lambda shard, limit: _scanned(scan, limit, shard=shard, num_shards=total),
             files,
-            stored_values(snapshot.config),
+            snapshot.config.embedding_dtype,
         ),
         expired=_expired_at(snapshot.config, options.get("expire_at")),
         workers=options.get("workers", 4),
@@ -350,7 +348,7 @@ class _Source(NamedTuple):
     """Given a shard and a number of rows, yields the rows of that shard in the order of their hashes."""
     files: Sequence[LinkableFile] = ()
     """Files with all other rows."""
-    values: StoredValues = "float32"
+    values: EmbeddingDtype = "float32"
 
 
 def _scanned(scan: Callable[..., Scan], limit: int, **which: int) -> Iterator[Rows]:
@@ -568,10 +566,9 @@ def _load(
     # First pass: nothing of the table has changed yet, so every error found here costs nothing.
     shards = in_parallel(check, range(len(paths)), workers)
     links = in_parallel(check_link, range(len(names)), workers)
+    dims = [segment.dim for segment in config.segments]
     other = refit and any(
-        [segment.dim for segment in shard.description.layout.segments]
-        != [segment.dim for segment in config.segments]
-        for shard in shards
+        [segment.dim for segment in shard.description.layout.segments] != dims for shard in shards
     )
     with_state = not other and all(_takes_state(shard, config, optimizer_state) for shard in shards)
     chosen = kept_ids(keep)
@@ -611,8 +608,8 @@ def _load(
             skipped[number] += len(rows) - len(mine)
             if len(mine) and other:
                 mine = _refitted(mine, has, config)
-            if config.stores_bfloat16:
-                rounded[number] += int(inexact_as_bfloat16(mine.values.numpy()).sum())
+            if config.stores_narrow:
+                rounded[number] += int(inexact(mine.values.numpy(), config.embedding_dtype, dims).sum())
             if len(mine):
                 table.restore(mine if with_state else without_state(mine))
             if progress is not None:
@@ -631,9 +628,10 @@ def _load(
         in_parallel(restore, [number for number in range(files) if not adopted.get(number)], workers)
     if sum(rounded):
         _log.warning(
-            "table %r stores embeddings as bfloat16: of %s restored rows, %s had float32 values that were "
+            "table %r stores embeddings as %s: of %s restored rows, %s had float32 values that were "
             "rounded to the nearest",
             config.name,
+            config.embedding_dtype,
             f"{sum(manifest.rows + manifest.linked_rows) - sum(skipped):,}",
             f"{sum(rounded):,}",
         )

@@ -32,9 +32,11 @@ _COMPRESSOR_KINDS = {
     "fixed_r8": native.CompressorKind.FIXED_R8,
     "one_bit": native.CompressorKind.ONE_BIT,
 }
-_ROUNDINGS = {
-    "nearest": native.ValueStorage.BFLOAT16_NEAREST,
-    "stochastic": native.ValueStorage.BFLOAT16_STOCHASTIC,
+_CODINGS = {
+    "float32": native.ValueCoding.FLOAT32,
+    "bfloat16": native.ValueCoding.BFLOAT16,
+    "float16": native.ValueCoding.FLOAT16,
+    "int8": native.ValueCoding.INT8,
 }
 _LAST_HASH = (1 << 64) - 1
 
@@ -85,11 +87,8 @@ class NativeTable:
         self._core: native.Table | None = native.Table(
             segments=[_segment_spec(segment) for segment in config.segments],
             serving=config.serving,
-            storage=(
-                _ROUNDINGS[config.embedding_rounding]
-                if config.stores_bfloat16
-                else native.ValueStorage.FLOAT32
-            ),
+            coding=_CODINGS[config.embedding_dtype],
+            round_by_chance=config.embedding_rounding == "stochastic",
             skip_zero=config.skip_zero,
             expire_when_full=config.when_full == "expire_oldest",
             seed=config.seed,

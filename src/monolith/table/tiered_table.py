@@ -50,8 +50,8 @@ from monolith.errors import (
 )
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
-from monolith.table.cold_files import ColdRows, LinkableFile, StoredValues, stored_values
-from monolith.table.config import TableConfig
+from monolith.table.cold_files import ColdRows, LinkableFile
+from monolith.table.config import EmbeddingDtype, TableConfig
 from monolith.table.native_table import NativeTable, NativeTableSnapshot
 from monolith.table.table import Rows, Scan, TableStats, joined_scan
 from monolith.table.touched_keys import TouchedKeySet
@@ -168,9 +168,9 @@ class TieredTable:
         return None if self._config.serving or decays_lazily(self._config) else self
 
     @property
-    def stored_values(self) -> StoredValues:
+    def stored_values(self) -> EmbeddingDtype:
         """How rows in files have their values."""
-        return stored_values(self._config)
+        return self._config.embedding_dtype
 
     @property
     def folder(self) -> Path:

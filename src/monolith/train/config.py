@@ -144,11 +144,13 @@ class TablesConfig:
     initial_rows: int = 0
     """How many rows each table has room for from the start, if its feature does not say; 0 for few."""
     embedding_dtype: EmbeddingDtype = "float32"
-    """How tables store embeddings, if their features do not say. "bfloat16" takes half the bytes; steps are
-    computed in float32 and optimizer state stays float32. A checkpoint restores with either value."""
+    """How tables store embeddings, if their features do not say. "bfloat16" and "float16" take half the
+    bytes, "int8" a quarter and 4 more; steps are computed in float32 and optimizer state stays float32. A
+    checkpoint restores with any value. Rows on a GPU are "float32" or "bfloat16"."""
     embedding_rounding: EmbeddingRounding = "stochastic"
-    """How steps are rounded to bfloat16: "stochastic" by a repeatable chance, so that the mean of many small
-    steps is right, or "nearest", which loses steps of less than 1/512 of a value."""
+    """How steps are rounded to embedding_dtype: "stochastic" by a repeatable chance, so that the mean of many
+    small steps is right, or "nearest", which loses small ones: with bfloat16 those of less than 1/512 of a
+    value."""
     storage: TableStorage = "memory"
     """Where rows are: "memory" keeps all of them there; "tiered" keeps the hot ones in memory_bytes of memory
     and all others in files, for tables that are larger than memory."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from monolith.errors import ConfigError
 from monolith.table import Adam, Constant, Fp16, OneBit, Segment, TableConfig
+from monolith.table.config import EmbeddingDtype
 from monolith.table.cuda.layout import row_layout
 
 
@@ -33,3 +39,11 @@ def test_settings_reach_the_source_to_the_last_bit() -> None:
     layout = row_layout(config(Segment(dim=2, initializer=Constant(0.1))))
     assert "kLow = 0x1.99999a0000000p-4f;" in layout.header
     assert dict(layout.rows.headers)["layout.h"] == layout.header
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_embeddings_that_the_kernels_do_not_know_are_refused(dtype: EmbeddingDtype) -> None:
+    stored = replace(config(Segment(dim=2)), embedding_dtype=dtype)
+    with pytest.raises(ConfigError, match=f"got embedding_dtype='{dtype}'. Set 'bfloat16', or keep the rows"):
+        row_layout(stored)
+    assert row_layout(replace(stored, serving=True)) == row_layout(config(Segment(dim=2), serving=True))

@@ -127,11 +127,12 @@ class RowSettings:
     initial_rows: int = 0
     """The initial capacity of the table, in rows; 0 leaves it to the run."""
     embedding_dtype: EmbeddingDtype | None = None
-    """How embeddings are stored while they are trained, bias included: in "float32", or in "bfloat16", which
-    takes half the bytes; optimizer state stays float32. None is the run's (train.tables)."""
+    """How embeddings are stored while they are trained, bias included: in "float32"; in "bfloat16" or
+    "float16", which take half the bytes; or in "int8", which takes a quarter and 4 bytes for each of bias and
+    vector. Optimizer state stays float32. None is the run's (train.tables)."""
     embedding_rounding: EmbeddingRounding | None = None
-    """How steps are rounded to bfloat16: "stochastic", or "nearest", which loses small ones. None is the
-    run's."""
+    """How steps are rounded to embedding_dtype: "stochastic", or "nearest", which loses small ones. None is
+    the run's."""
 
     def __post_init__(self) -> None:
         if self.dim is not None and self.dim < 1:

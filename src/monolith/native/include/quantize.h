@@ -22,9 +22,10 @@ MONOLITH_SHARED u32 half_of(float value) {
 MONOLITH_SHARED float float_of(u32 half) {
   const u32 sign = (half & 0x8000) << 16;
   const u32 magnitude = half & 0x7fff;
-  if (magnitude >= 0x7c00) return float_with(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  if (magnitude < 0x400) return float_with(sign | bits_of(static_cast<float>(magnitude) * 0x1p-24f));
-  return float_with(sign | ((magnitude << 13) + 0x38000000));
+  const u32 bits = (magnitude << 13) + (magnitude >= 0x7c00 ? 0x70000000 : 0x38000000);
+  // A subnormal half: the exponent after its own holds its significand, and one more.
+  const u32 small = bits_of(float_with(bits + 0x00800000) - 0x1p-14f);
+  return float_with(sign | (magnitude < 0x400 ? small : bits));
 }
 
 // The next half up or down the number line; halves are ordered like sign-magnitude integers.

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from monolith.cuda.device import Device
 from monolith.cuda.kernels import Headers, Kernels, headers_of
-from monolith.errors import TableArgumentError
+from monolith.errors import ConfigError, TableArgumentError
 from monolith.table.compressors import FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.hashing import mix_one
@@ -120,7 +120,17 @@ def _program(name: str, file: str, layout: str | None = None) -> KernelProgram:
 
 
 def row_layout(config: TableConfig) -> DeviceRowLayout:
-    """Return the layout of a table's rows."""
+    """Return the layout of a table's rows.
+
+    Raises:
+        ConfigError: Its kernels know no such rows.
+    """
+    if config.stores_narrow and config.embedding_dtype != "bfloat16":
+        raise ConfigError(
+            f"table {config.name!r}: a table on a GPU stores embeddings as 'float32' or 'bfloat16', got "
+            f"embedding_dtype={config.embedding_dtype!r}. Set 'bfloat16', or keep the rows in host memory "
+            "(train.embedding_device = 'host')"
+        )
     structs, column, state, byte = [], 0, 0, 0
     for number, segment in enumerate(config.segments):
         structs.append(_segment_struct(number, segment, column, state, byte))
@@ -128,7 +138,7 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         state += segment.state_dim
         byte += segment.dim * segment.compressor.bytes_per_value
     row_bytes = -(-config.embedding_bytes // 4) * 4
-    by_chance = config.stores_bfloat16 and config.embedding_rounding == "stochastic"
+    by_chance = config.stores_narrow and config.embedding_rounding == "stochastic"
     lanes = _lanes(config.dim)
     viewed = any(isinstance(segment.compressor, FixedR8 | OneBit) for segment in config.segments)
     lazy = decays_lazily(config) and not config.serving
@@ -140,7 +150,7 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         "SERVING": int(config.serving),
         "LAZY": int(lazy),
         "PLAIN": int(not config.serving and not viewed and not lazy),
-        "BFLOAT16": int(config.stores_bfloat16),
+        "BFLOAT16": int(config.stores_narrow),
         "BY_CHANCE": int(by_chance),
         "HASHED": int(by_chance or any(segment.optimizer.stochastic_rounding for segment in config.segments)),
         "LANES": lanes,

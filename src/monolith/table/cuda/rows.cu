@@ -17,7 +17,7 @@
 
 #pragma once
 
-#include "bfloat16.h"
+#include "narrow.h"
 #include "places.cuh"
 #include "quantize.h"
 #include "update_rules.h"
