@@ -305,8 +305,9 @@ def _values(rows: NDArray[np.uint8], dtype: EmbeddingDtype, dims: Sequence[int])
     if dtype == "float16":
         return _column(rows, 0, 2 * dim, "<f2").astype(np.float32)
     scales = _column(rows, padded(dim, 4), 4 * len(dims), "<f4")
-    codes: NDArray[np.float32] = _column(rows, 0, dim, "<i1").astype(np.float32)
-    return codes * np.repeat(scales, dims, axis=1)
+    codes = _column(rows, 0, dim, "<i1").astype(np.float32)
+    values: NDArray[np.float32] = codes * np.repeat(scales, dims, axis=1)
+    return values
 
 
 class _Chunk(NamedTuple):

@@ -278,7 +278,8 @@ def round_by_chance(
         h = (value ^ low) + np.uint32(0x9E3779B9) * (columns + 1).astype(np.uint32)
         h = (h ^ h >> np.uint32(16)) * np.uint32(0x7FEB352D)
         h = (h ^ h >> np.uint32(15) ^ high) * np.uint32(0x846CA68B)
-        return h >> np.uint32(32 - cut)
+        drawn: Bits = h >> np.uint32(32 - cut)
+        return drawn
 
     return _rounded(values, dtype, dims, more, by_chance=True)
 
@@ -351,4 +352,5 @@ def _int8(values: Floats, columns: NDArray[np.int64], segment: int, more: _More)
         inverse = np.where(scale > 0, np.float32(127) / largest.view(np.float32), np.float32(0))
         raised = (values * inverse + np.float32(384)).view(np.uint32)
         codes = (raised + more(raised, bits, columns, _CODE_CUT)) >> np.uint32(_CODE_CUT) ^ np.uint32(0x80)
-        return codes.astype(np.uint8).view(np.int8).astype(np.float32) * scale
+        rounded: Floats = codes.astype(np.uint8).view(np.int8).astype(np.float32) * scale
+        return rounded

@@ -90,14 +90,14 @@ class ChangeTracker:
             raise TableArgumentError("table: a snapshot is open already; close it first")
         if memory.flags is not None:
             memory.flags.bitwise_and_(CHANGED).mul_(BEFORE // CHANGED)  # CHANGED becomes BEFORE, the rest 0
-        whole = WholeCopy.of(memory, self._device, rows)
-        if whole is None:
-            self._copies = CopiedRows(memory, self._device, rows)
+        copied: WholeCopy | CopiedRows | None = WholeCopy.of(memory, self._device, rows)
+        if copied is None:
+            copied = self._copies = CopiedRows(memory, self._device, rows)
             self._set_flags(memory)
         self._snapshot_open = True
         before = self._removed
         self._removed = None if before is None else Removed()
-        return whole or self._copies, before
+        return copied, before
 
     @property
     def copies(self) -> CopiedRows | None:
