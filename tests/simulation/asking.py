@@ -287,6 +287,7 @@ class AskedModel:
 
     answers_here = False
     towers: dict[str, Any] = {}  # noqa: RUF012
+    rows: Any = None
 
     def __init__(self, server: ServerProcess, version: int) -> None:
         self._server, self.number, self.version = server, version, f"{version}"

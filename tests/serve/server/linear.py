@@ -55,6 +55,7 @@ class LinearModel:
     busy: int = 0
     signature: LinearSignature = field(default_factory=LinearSignature)
     towers: Mapping[str, Any] = field(default_factory=dict)
+    rows: Any = None
     answers_here: bool = False
     threads: list[str] = field(default_factory=list)
     """The names of those that asked it."""
