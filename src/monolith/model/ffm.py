@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import ADDN, BIAS_OPTIMIZER, CONCAT, Batch, FeatureIds, FeatureSpec, Layout
+from monolith.feature import (
+    ADDN,
+    BIAS_OPTIMIZER,
+    CONCAT,
+    ROW_OPTIMIZER,
+    Batch,
+    FeatureIds,
+    FeatureSpec,
+    Layout,
+)
 from monolith.model.features import Feature
 from monolith.model.ready import LogitModel, ModelInputs, PlacementOptions, check_combined
 from monolith.table import Ftrl, Initializer, Optimizer, Sgd
@@ -30,7 +39,7 @@ FFM_BIASES = (0, 1, 2, 3)
 """Of the sample: the slots whose rows begin with a bias."""
 
 FFM_OPTIMIZER = Sgd(learning_rate=0.1)
-"""Of the sample, as upstream trains it; other ready models begin with `ROW_OPTIMIZER`."""
+"""Of the sample, as upstream trains it."""
 FFM_BIAS_OPTIMIZER = Ftrl(
     learning_rate=0.1,
     initial_accumulator_value=BIAS_OPTIMIZER.initial_accumulator_value,
@@ -84,7 +93,7 @@ class FFM(LogitModel):
         pairs: Sequence[tuple[str, str, int]],
         *,
         biases: Sequence[str] | None = None,
-        optimizer: Optimizer = FFM_OPTIMIZER,
+        optimizer: Optimizer = ROW_OPTIMIZER,
         bias_optimizer: Optimizer = FFM_BIAS_OPTIMIZER,
         initializer: Initializer | None = None,
         **options: Unpack[PlacementOptions],
@@ -119,6 +128,7 @@ def ffm_sample(**options: Unpack[PlacementOptions]) -> FFM:
         [Feature(name=name, slot=str(slot)) for slot, name in enumerate(names)],
         [(names[one], names[other], dim) for one, other, dim in FFM_PAIRS],
         biases=[names[slot] for slot in FFM_BIASES],
+        optimizer=FFM_OPTIMIZER,
         **options,
     )
 
