@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ KEYS = range(200)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for a run, on the filesystem of the cold rows, so that files are linked and not copied."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / "run"
 
 

@@ -445,8 +445,8 @@ class ServedShard:
         """Return how this server stands. From any thread."""
         with self._lock:
             held = self._held
-            # Under the lock, which keeps it from being closed.
-            stats = [] if held is None else list(held.model.stats().values())
+            # Under the lock, which keeps it from being closed; at the end of the process it is.
+            stats = [] if held is None or held.retired else list(held.model.stats().values())
             state = self._state(held)
         return ShardFigures(
             state=state,
