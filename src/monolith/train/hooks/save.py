@@ -361,7 +361,7 @@ class SaveHook(Hook):
             request.answer(TrainingError("the run ended before it could save as requested"))
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            with self._memory.waiting():
+            with self._memory.waiting_for_writer():
                 writing.thread.join(self.config.close_secs)
             if writing.thread.is_alive():
                 _log.error(
@@ -677,7 +677,7 @@ class SaveHook(Hook):
     def _wait_for_writing(self) -> None:
         """Wait for the save being written, if there is one, and keep its error."""
         if self._writing is not None:
-            with self._memory.waiting():
+            with self._memory.waiting_for_writer():
                 self._writing.thread.join()
             writing, self._writing = self._writing, None
             if writing.error is not None:

@@ -236,13 +236,18 @@ class SaveMemory:
             if is_outer:
                 self._since = self._timer()
         try:
-            with nullcontext() if self._writer is None else self._writer.awaited():
-                yield
+            yield
         finally:
             if is_outer:
                 with self._lock:
                     assert self._since is not None
                     self._waited, self._since = self._waited + self._timer() - self._since, None
+
+    @contextmanager
+    def waiting_for_writer(self) -> Iterator[None]:
+        """The same for a block that waits until a save is written: the threads that write do not rest."""
+        with self.waiting(), nullcontext() if self._writer is None else self._writer.awaited():
+            yield
 
     @property
     def waited_seconds(self) -> float:
