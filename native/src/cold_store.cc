@@ -789,6 +789,7 @@ void ColdStore::write(const std::shared_ptr<File>& sealed) {
   const auto location_of = [&](const std::byte* record) {
     return first + static_cast<std::size_t>(record - sealed->buffer.get()) / record_bytes_;
   };
+  records.reserve(sealed->rows);
   for (std::size_t row = 0; row < sealed->rows; ++row)
     records.push_back(sealed->buffer.get() + row * record_bytes_);
   // Before the index is asked, which is in this order, too.
