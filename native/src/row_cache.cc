@@ -5,10 +5,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <new>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -19,23 +17,7 @@
 namespace monolith {
 namespace {
 
-constexpr std::size_t kMostAtOnce = 128 << 10;  // one read of rows that are near each other
-
-struct Free {
-  void operator()(std::byte* memory) const { std::free(memory); }
-};
-
-// Memory for reads, which a thread keeps for its next call.
-std::byte* read_memory(std::size_t bytes) {
-  thread_local std::unique_ptr<std::byte, Free> held;
-  thread_local std::size_t size = 0;
-  if (bytes > size) {
-    held.reset(static_cast<std::byte*>(std::aligned_alloc(RowCache::kPage, bytes)));
-    size = held != nullptr ? bytes : 0;
-    if (held == nullptr) throw std::bad_alloc();
-  }
-  return held.get();
-}
+constexpr std::size_t kMostAtOnce = 64 << 10;  // one read of rows that are near each other
 
 }  // namespace
 
@@ -111,47 +93,36 @@ void RowCache::fetch(std::vector<Miss>& misses) {
   std::sort(misses.begin(), misses.end(), [](const Miss& a, const Miss& b) {
     return a.cache != b.cache ? std::less<>()(a.cache, b.cache) : a.row < b.row;
   });
-  struct Part {
-    std::size_t first, end;  // in `misses`
-    std::size_t at;          // in the memory
-  };
   std::vector<BlockReader::Read> reads;
-  std::vector<Part> parts;
-  std::size_t total = 0;
+  std::vector<std::size_t> firsts;  // of each read, in `misses`; and the end
   for (std::size_t i = 0; i < misses.size(); ++i) {
     const RowCache& cache = *misses[i].cache;
-    const std::uint64_t from = cache.place(misses[i].row) / kPage * kPage;
-    const std::uint64_t to =
-        (cache.place(misses[i].row) + cache.layout_.row_bytes + kPage - 1) / kPage * kPage;
+    const std::uint64_t at = cache.place(misses[i].row), from = at / kPage * kPage;
+    const std::uint64_t to = (at + cache.layout_.row_bytes + kPage - 1) / kPage * kPage;
     if (!reads.empty() && reads.back().descriptor == cache.descriptor_ &&
         from <= reads.back().offset + reads.back().bytes && to - reads.back().offset <= kMostAtOnce) {
       reads.back().bytes = std::max<std::size_t>(reads.back().bytes, to - reads.back().offset);
-      parts.back().end = i + 1;
-    } else {
-      if (!reads.empty()) total += reads.back().bytes;
-      reads.push_back({cache.descriptor_, from, static_cast<std::size_t>(to - from), nullptr});
-      parts.push_back({i, i + 1, total});
+      continue;
     }
+    reads.push_back({cache.descriptor_, from, static_cast<std::size_t>(to - from), nullptr});
+    firsts.push_back(i);
   }
-  total += reads.back().bytes;
-  std::byte* const memory = read_memory(total);
-  for (std::size_t r = 0; r < reads.size(); ++r) reads[r].into = memory + parts[r].at;
-  misses[0].cache->reader_->run(reads);
-  for (std::size_t r = 0; r < reads.size(); ++r) {
-    const BlockReader::Read& read = reads[r];
-    RowCache& cache = *misses[parts[r].first].cache;
+  firsts.push_back(misses.size());
+  misses[0].cache->reader_->run(reads, [&](std::size_t number, const std::byte* bytes) {
+    const BlockReader::Read& read = reads[number];
+    RowCache& cache = *misses[firsts[number]].cache;
     if (read.error != 0)
       throw FrozenDamage(cache.layout_.path, read.offset,
                          read.error < 0 ? "the file ends too early, it was cut since it was opened"
                                         : std::string("it cannot be read: ") + std::strerror(read.error));
     cache.reads_.fetch_add(1, std::memory_order_relaxed);
     cache.bytes_read_.fetch_add(read.bytes, std::memory_order_relaxed);
-    for (std::size_t i = parts[r].first; i < parts[r].end; ++i) {
-      const std::byte* const row = read.into + (cache.place(misses[i].row) - read.offset);
+    for (std::size_t i = firsts[number]; i < firsts[number + 1]; ++i) {
+      const std::byte* const row = bytes + (cache.place(misses[i].row) - read.offset);
       std::memcpy(misses[i].into, row, cache.layout_.row_bytes);
       cache.keep(misses[i].row, row);
     }
-  }
+  });
 }
 
 }  // namespace monolith
