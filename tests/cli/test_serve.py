@@ -435,6 +435,11 @@ def test_the_group_serve_of_a_config_file_holds_unless_a_flag_is_given(tmp_path)
     assert [one.name for one in config.split_routes] == ["ads"]
 
 
+def test_memory_that_is_no_size_is_refused():
+    with pytest.raises(ConfigError, match="serve: --memory: 'lots' is not a size"):
+        serve_config(parse_options("serve", ["a", "--memory", "lots"]))
+
+
 def test_a_port_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="--http-port must be a whole number or None, got 'x'"):
         serve_config(ServeOptions(folders=("d",), http_port="x"))

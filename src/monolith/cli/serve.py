@@ -401,8 +401,12 @@ def serve_config(options: ServeOptions) -> ServeConfig:
         given["serve.batching.max_delay"] = timedelta(milliseconds=options.max_delay_ms)
     for path in _DURATIONS & given.keys():
         given[path] = parse_duration(given[path])
-    for path in [path for path in given if path.endswith("_bytes")]:
-        given[path] = parse_bytes(given[path])
+    for flag, path in SERVE_FIELDS.items():
+        if path in given and path.endswith("_bytes"):
+            try:
+                given[path] = parse_bytes(given[path])
+            except ConfigError as error:
+                raise ConfigError(f"serve: --{flag.replace('_', '-')}: {error}") from None
     return run_config_of(options.security, os.environ, given).serve
 
 
