@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
@@ -95,7 +96,8 @@ class IdPacker {
     return nb::make_tuple(owned(std::move(found.ids)), owned(std::move(found.splits)));
   }
 
-  // (ids, splits or None if an id is odd, numbers, how many rows of each have none).
+  // (ids, splits, numbers, how many rows of each have none). Instead of splits: None if an id is odd, True if
+  // every cell has one id, since the caller then has them already.
   nb::tuple pack_rows(const nb::tuple& blocks, const std::optional<Column<std::int32_t>>& block_of,
                       const Column<std::int64_t>& rows, const std::vector<std::size_t>& ids,
                       const std::vector<std::pair<std::size_t, RowNumbers>>& numbers) const {
@@ -106,6 +108,7 @@ class IdPacker {
     PackedIds packed;
     std::vector<float> out;
     std::vector<std::int64_t> missing;
+    bool one_each = false;
     {
       GilReleased unlocked;
       places.check();
@@ -117,14 +120,16 @@ class IdPacker {
         const std::optional<RawIds> feature = plan(features_[i], column[0]->type);
         packed.fine = feature && add_row_ids(*feature, column, places.which(), places.rows(), packed);
       }
+      one_each = packed.ids.size() + 1 == packed.splits.size() &&
+                 std::adjacent_find(packed.splits.begin(), packed.splits.end()) == packed.splits.end();
       out.resize(numbers.size() * size);
       for (const auto& [number, kind] : numbers)
         missing.push_back(copy_row_numbers(kind, places.column(number), places.which(), places.rows(),
                                            std::span(out).subspan(missing.size() * size, size)));
     }
-    return nb::make_tuple(owned(std::move(packed.ids)),
-                          packed.fine ? nb::cast(owned(std::move(packed.splits))) : nb::none(),
-                          owned(std::move(out)), missing);
+    nb::object splits = nb::none();
+    if (packed.fine) splits = one_each ? nb::cast(true) : nb::cast(owned(std::move(packed.splits)));
+    return nb::make_tuple(owned(std::move(packed.ids)), splits, owned(std::move(out)), missing);
   }
 
  private:
@@ -204,11 +209,11 @@ void bind_cells(nb::module_& m) {
            "rows"_a.noconvert(), "ids"_a, "numbers"_a,
            nb::sig("def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | "
                    "None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, "
-                   "RowNumbers]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | None, "
+                   "RowNumbers]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, "
                    "NDArray[numpy.float32], list[int]]"),
            "(ids, splits, numbers, missing) of rows of blocks, given the column of each feature, and those "
-           "of numbers, which have one per row: NaN where a row has none. Splits are None if an id cannot be "
-           "read; `missing` is how many rows have no number, -1 if some cannot be read.");
+           "of numbers, which have one per row: NaN where a row has none. Splits are True if every cell has one "
+           "id, None if an id cannot be read; `missing` is how many rows have no number, -1 if some cannot be read.");
   nb::enum_<RowNumbers>(m, "RowNumbers", "Which numbers a row may have, other than none.")
       .value("ANY", RowNumbers::kAny)
       .value("CLASSES", RowNumbers::kClasses);

@@ -134,9 +134,9 @@ class Trained:
         return self
 
     def _learn(self, step: GraphedStep) -> None:
-        trouble, loss, _ = step.wait()
-        self.said.append((trouble, float(loss)))
-        if trouble is not None:
+        found = step.wait()
+        self.said.append((found.trouble, found.loss))
+        if found.trouble is not None:
             assert self.graph is not None
             self.graph.refused()
             self.sparse.global_step -= 1
@@ -307,25 +307,16 @@ def test_predictions_stay_on_the_device_and_the_report_says_whether_they_are_fin
             "click": ((SIZE,), device.torch_device),
             "odd": ((SIZE, 2), device.torch_device),
         }
-        trouble, loss, finite = step.wait()
-        assert trouble is None
-        assert loss == float(step.loss)
-        seen.append(finite)
+        found = step.wait()
+        assert found.trouble is None
+        assert found.loss == float(step.loss)
+        for head, one in step.predictions.items():
+            assert torch.equal(found.predictions[head], one.cpu()) or not found.finite[head]
+        seen.append(found.finite)
     assert trained.graph.captures == 1
     odd = [number for number, finite in enumerate(seen) if not finite["odd"]]
     assert odd == [6]
     assert all(finite["click"] for finite in seen)
-
-
-def test_work_aside_comes_before_later_work_of_the_caller(device: Device) -> None:
-    trained = Trained(device, graphed=True, optimizer="sgd").train(batches(6, most=8))
-    assert trained.graph is not None
-    before = device.current_stream()
-    with trained.graph.aside():
-        assert device.current_stream() != before
-        made = torch.ones(3, device=device.torch_device).cumsum(0)
-    assert device.current_stream() == before
-    assert (made * 2).tolist() == [2.0, 4.0, 6.0]
 
 
 def test_rates_follow_a_schedule(device: Device) -> None:

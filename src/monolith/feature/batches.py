@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -153,7 +154,7 @@ class FeatureIds:
         return cls(
             names=tuple(names),
             ids=ids.t().reshape(-1),
-            splits=torch.arange(ids.numel() + 1),
+            splits=one_each_splits(ids.numel()),
             batch_size=len(ids),
             event_time=event_time,
         )
@@ -262,6 +263,16 @@ def _weights(features: Mapping[str, RaggedTensor], weights: Mapping[str, Tensor]
             raise FeatureError(f"batch: feature {name!r} has {count} ids and weights {tuple(found.shape)}")
         parts.append(torch.ones(count) if found is None else found.to("cpu", torch.float32))
     return torch.cat(parts)
+
+
+@lru_cache(maxsize=16)
+def one_each_splits(cells: int) -> Tensor:
+    """Return the splits of cells with one ID each: 0, 1, 2, ...
+
+    All such batches share one tensor, which is never changed. So they are recognised by it, and 200,000
+    numbers are neither written nor compared for each of them.
+    """
+    return torch.arange(cells + 1)
 
 
 def _ragged(name: str, feature: RaggedTensor | Tensor) -> RaggedTensor:

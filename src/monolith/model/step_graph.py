@@ -12,7 +12,7 @@ device or looked at later:
 
     is the batch finite?    the update of weights is undone and no row gets a place if not (`BatchVerdict`)
     loss                    in the report of the step, which arrives some steps later
-    predictions             stay on the device: metrics are computed there (`aside`)
+    predictions             in the report, too: metrics are computed in host memory
     room for new ids        tables keep room for several batches; their counters come back later, too
     rates, the global step  in device memory
 
@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,18 @@ class SentBatch:
     """By collection; None if all rows are on the device anyway."""
 
 
+class StepFound(NamedTuple):
+    """What the host learns of a step, some steps later."""
+
+    trouble: str | None
+    """Why the batch was refused; None if it was trained on."""
+    loss: float
+    finite: dict[str, bool]
+    """By head, whether all predictions are finite."""
+    predictions: dict[str, Tensor]
+    """By head, in host memory."""
+
+
 class GraphedStep:
     """What a step has said: on the device at once, on the host later.
 
@@ -92,31 +104,34 @@ class GraphedStep:
         self, report: Tensor, transfers: Transfers, heads: Mapping[str, torch.Size], verdict: BatchVerdict
     ):
         self._verdict = verdict
-        self._heads = tuple(heads)
+        self._heads = dict(heads)
         # A report: what the verdict found, the loss, whether each head is finite, and the predictions.
         self._first = first = 1 + len(_KINDS)
-        at = first + 1 + len(heads)
-        self._landing: Landing = transfers.land(report[:at])
+        self._at = first + 1 + len(heads)
+        self._landing: Landing = transfers.land(report)
         self.loss = report[first]
-        self.predictions: dict[str, Tensor] = {}
-        for head, shape in heads.items():
-            self.predictions[head] = report[at : at + shape.numel()].view(shape)
-            at += shape.numel()
+        self.predictions = self._predictions(report)
 
-    def wait(self) -> tuple[str | None, float, dict[str, bool]]:
-        """Wait for the report; return why the batch was refused, if so, the loss, and which heads are finite.
-
-        Call it once.
-        """
-        report = self._landing.wait().tolist()
+    def wait(self) -> StepFound:
+        """Wait for the report. Call it once."""
+        report = self._landing.wait().clone()
         self._landing.release()
-        found = [int(count) for count in report[: self._first]]
-        finite = (bool(one) for one in report[self._first + 1 :])
-        return (
-            self._verdict.describe(found),
-            report[self._first],
+        first = self._first
+        *found, loss = report[: first + 1].tolist()
+        finite = [bool(one) for one in report[first + 1 : self._at].tolist()]
+        return StepFound(
+            self._verdict.describe([int(count) for count in found]),
+            loss,
             dict(zip(self._heads, finite, strict=True)),
+            self._predictions(report),
         )
+
+    def _predictions(self, report: Tensor) -> dict[str, Tensor]:
+        found, at = {}, self._at
+        for head, shape in self._heads.items():
+            found[head] = report[at : at + shape.numel()].view(shape)
+            at += shape.numel()
+        return found
 
     @property
     def arrived(self) -> bool:
@@ -248,7 +263,7 @@ class StepGraph:
             sparse.multiply_rows_by = self._config.multiply_rows_by
         self._transfers = Transfers(self.device)
         with self.device.active():
-            self._stream, self._aside = self.device.new_stream(), self.device.new_stream()
+            self._stream = self.device.new_stream()
             where = self.device.torch_device
             self.verdict = BatchVerdict(self.device, _KINDS)
             self.number = torch.zeros(1, dtype=torch.int64, device=where)
@@ -367,23 +382,6 @@ class StepGraph:
                     yield caller
             finally:
                 caller.wait_for(self._stream)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Put the work of a block on a stream of its own, for results of steps that are known to be done.
-
-        It does not wait for the steps that were launched since, as the caller's stream does: the host may
-        wait for this work without waiting for them. Later work of the caller, and the next step, come after
-        it: they may reuse memory that it reads.
-        """
-        device = self.device
-        with device.active():
-            caller = device.current_stream()
-            try:
-                with device.on(self._aside):
-                    yield
-            finally:
-                caller.wait_for(self._aside)
 
     def refused(self) -> None:
         """Take note that a step left no trace: the step counts less by one, as on the device."""

@@ -1084,7 +1084,7 @@ class IdPacker:
         (ids, splits) of a column for each feature: tensors of (values, splits of texts, splits of rows). None if something cannot be read, or is no plain tensor on the CPU.
         """
 
-    def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, RowNumbers]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | None, NDArray[numpy.float32], list[int]]:
+    def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, RowNumbers]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, NDArray[numpy.float32], list[int]]:
         """
         (ids, splits, numbers, missing) of rows of blocks, given the column of each feature, and those of numbers, which have one per row: NaN where a row has none. Splits are None if an id cannot be read; `missing` is how many rows have no number, -1 if some cannot be read.
         """

@@ -70,7 +70,6 @@ class Session:
         self.model = model
         self.config = config
         self.coordinator = coordinator
-        self.metrics = HeadMetrics(model.task, Mode.TRAIN, window=config.metric_window, report=report)
         expiry = RowExpiry(config.expiry, wall=clock, metrics=metrics)
         self.progress = RunProgress(model.sparse, config, expiry)
         self.batches = TrainingBatches(model, stream, coordinator, config, idle=self._idle, clock=clock)
@@ -82,8 +81,14 @@ class Session:
                 "Fraction of the ids so far whose row was on the device, or that had none yet; see "
                 "train.device_memory_bytes",
             ).read_from(lambda: sum(one.share for one in counts) / len(counts))
+        self.metrics = HeadMetrics(
+            model.task,
+            Mode.TRAIN,
+            window=config.metric_window,
+            report=report,
+            threaded=self.training_step.replays,
+        )
         self.training_step.measure = self.metrics.update
-        self.metrics.aside = self.training_step.aside
         every = config.evict_every_steps
         self._evictions = None if every is None else Every(every)
         self.rejoined = False
@@ -398,4 +403,5 @@ class Session:
     def close(self) -> None:
         self.batches.close()
         self.training_step.close()
+        self.metrics.close()
         self.model.close()

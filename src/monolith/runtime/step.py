@@ -79,7 +79,7 @@ class TrainingStep:
         self.paused = False
         """Whether waiting for data stopped for a save, so that the data has not ended."""
         self.measure: Callable[[Mapping[str, Tensor], Batch, Mapping[str, bool]], None] = lambda *_: None
-        """Given the predictions of steps that were launched as graphs, on the device, once they are known to
+        """Given the predictions of steps that were launched as graphs, in host memory, once they are known to
         be trained; and whether those of each head are finite."""
         self._unsettled: deque[tuple[GraphedStep, Batch]] = deque()
         self._schedule_ahead = 0  # steps that the schedule has moved for and that were refused
@@ -171,10 +171,10 @@ class TrainingStep:
         progress = self._progress
         while len(self._unsettled) > keep:
             step, batch = self._unsettled.popleft()
-            trouble, _, finite = step.wait()
-            if trouble is None:
+            found = step.wait()
+            if found.trouble is None:
                 progress.skipping.note_trained()
-                self.measure(step.predictions, batch, finite)
+                self.measure(found.predictions, batch, found.finite)
                 continue
             # The batch left no trace on the device, and leaves none here. Only a schedule of learning rates
             # was one step ahead for a few steps: it waits now.
@@ -183,11 +183,12 @@ class TrainingStep:
             progress.set_step(progress.step - 1)
             progress.examples -= len(batch)
             self._schedule_ahead += 1
-            progress.skipping.note(NonFiniteError(trouble), progress.step, batch)
+            progress.skipping.note(NonFiniteError(found.trouble), progress.step, batch)
 
-    def aside(self) -> AbstractContextManager[object]:
-        """Return a block for work on settled steps, which the host can wait for without later steps."""
-        return nullcontext() if self._graph is None else self._graph.aside()
+    @property
+    def replays(self) -> bool:
+        """Whether steps are replayed from graphs, if the model lets them."""
+        return self._graph is not None
 
     def close(self) -> None:
         """Drop the graphs of steps; none is taken afterwards."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
-from contextlib import contextmanager
 from datetime import timedelta
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
-from services.emulated_cuda import device_named, device_names, nothing_waits
+from services.emulated_cuda import device_named, device_names
 from torch import Tensor
 from train.tasks import Clicks
 
@@ -138,31 +137,65 @@ def test_many_examples_are_not_all_kept(where: torch.device, monkeypatch: pytest
         assert metrics._kept_examples == SIZE * ((number + 1) % 3)
 
 
-@pytest.mark.parametrize("name", device_names())
-def test_the_host_waits_for_nothing_until_a_window_ends(name: str) -> None:
-    device = device_named(name)
-    metrics = HeadMetrics(Measured(), Mode.TRAIN, window=10 * SIZE)
-    for number in range(9):
+@pytest.mark.parametrize(("window", "times"), [(120, range(12)), (timedelta(seconds=3), range(12))])
+def test_a_thread_ends_the_same_windows_whenever_it_is_done(
+    window: Any, times: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And reports them after the same batches, however slow it is."""
+
+    def told() -> list[tuple[int, str, WindowRow]]:
+        found: list[tuple[int, str, WindowRow]] = []
+        metrics = HeadMetrics(
+            Measured(),
+            Mode.TRAIN,
+            window=window,
+            report=lambda name, row: found.append((number, name, row)),
+            threaded=True,
+        )
+        number = 0
+        for number in times:
+            predictions, batch = batch_of(number, number)
+            metrics.update(predictions, batch)
+        metrics.end()
+        metrics.close()
+        return found
+
+    def slowly(*given: Any) -> None:
+        sleep(0.01)
+        add(*given)
+
+    add = heads_module._add
+    quick = told()
+    monkeypatch.setattr(heads_module, "_add", slowly)
+    slow = told()
+    assert quick == slow
+    expected = batch_by_batch(window, list(times))
+    for name, rows in expected.items():
+        mine = [(after, row) for after, one, row in quick if one == name]
+        assert [row.examples for _, row in mine] == [row.examples for _, row in rows]
+        assert [row.value for _, row in mine] == pytest.approx([row.value for _, row in rows], rel=1e-12)
+        assert all(after >= due for (after, _), (due, _) in zip(mine, rows, strict=True))
+
+
+def test_a_state_and_a_value_include_what_the_thread_still_has() -> None:
+    threaded = HeadMetrics(Measured(), Mode.TRAIN, window=2 * SIZE, threaded=True)
+    plain = HeadMetrics(Measured(), Mode.TRAIN, window=2 * SIZE)
+    for number in range(7):
         predictions, batch = batch_of(number)
-        given = there(device.torch_device, predictions)
-        with nothing_waits(device):
-            metrics.update(given, batch, {"click": True})
-    assert metrics.values()["click/auc"] > 0.5
+        threaded.update(predictions, batch)
+        plain.update(predictions, batch)
+        assert threaded.values() == plain.values()
+    assert str(threaded.state()) == str(plain.state())
+    threaded.close()
 
 
-def test_metrics_compute_in_the_block_of_the_run() -> None:
-    entered = []
-
-    @contextmanager
-    def block() -> Any:
-        entered.append(True)
-        yield
-
-    metrics = HeadMetrics(Measured(), Mode.TRAIN, window=2 * SIZE)
-    metrics.aside = block
-    for number in range(5):
-        metrics.update(*batch_of(number))
-    assert len(entered) == 2
+def test_what_the_metrics_raise_in_a_thread_is_raised_by_the_next_part() -> None:
+    metrics = HeadMetrics(Measured(), Mode.TRAIN, window=SIZE, threaded=True)
+    predictions, batch = batch_of(0)
+    metrics.update(predictions, Batch(batch.ids, {}, {"click": batch.labels["click"] * 2}))
+    with pytest.raises(MetricError, match=r"auc: labels must be 0 or 1"):
+        metrics.update(*batch_of(1))
+    metrics.close()
 
 
 def test_a_batch_that_is_known_not_to_be_finite_is_left_out() -> None:
@@ -234,20 +267,14 @@ class OfMyOwn:
         self.total = state["total"]
 
 
-@pytest.mark.parametrize("name", device_names())
-def test_a_metric_of_the_users_own_works_and_a_line_says_what_it_costs(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_metric_of_the_users_own_is_given_what_the_model_predicted(
+    where: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METRICS, "mine", OfMyOwn)
     monkeypatch.setattr(Measured, "names", ("auc", "mine", "gauc"))
     metrics = HeadMetrics(Measured(), Mode.TRAIN, window=2 * SIZE)
-    with caplog.at_level(logging.INFO):
-        for number in range(6):
-            predictions, batch = batch_of(number)
-            metrics.update(there(device_named(name).torch_device, predictions), batch)
-    told = [one.getMessage() for one in caplog.records if "on the host" in one.getMessage()]
-    assert len(told) == 1
-    assert "computed on the host: click/mine, click/gauc. " in told[0]
-    assert f"{2 * SIZE} examples took" in told[0]
+    for number in range(6):
+        predictions, batch = batch_of(number)
+        metrics.update(there(where, predictions), batch)
     sums = [float(batch_of(number)[0]["click"].sum()) for number in (4, 5)]
     assert metrics.values()["click/mine"] == pytest.approx(sum(sums))

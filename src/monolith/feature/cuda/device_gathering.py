@@ -30,7 +30,7 @@ from torch import Tensor
 
 from monolith.cuda import Device, blocks_for
 from monolith.errors import FeatureError
-from monolith.feature.batches import FeatureIds
+from monolith.feature.batches import FeatureIds, one_each_splits
 from monolith.feature.combiners import Max
 from monolith.feature.cuda.device_plan import FEATURE, PART, BatchStruct, DevicePlan
 from monolith.feature.gathering import Scaled
@@ -84,13 +84,9 @@ class DeviceGatherer:
         """
         cells = self._cells(batch)
         if one_each is None:
-            # Most batches repeat the splits of the one before: one comparison in place of several passes.
-            if cells.each is not None and torch.equal(batch.splits, cells.each):
-                one_each = _check_ends(batch, cells.count)
-            else:
-                one_each = _check(batch, cells.count)
-                if one_each:
-                    cells.each = torch.arange(cells.count + 1)
+            each = one_each_splits(cells.count)  # those of most batches, which are recognised by one look
+            same = batch.splits is each or (len(batch.ids) == cells.count and torch.equal(batch.splits, each))
+            one_each = (_check_ends if same else _check)(batch, cells.count)
         splits = batch.splits.numpy()
         if one_each and batch.weights is None and (splits[cells.first] == cells.first).all():
             known = cells.one_each  # as in every batch of this shape
@@ -343,8 +339,6 @@ class _Cells:
         self.first = begins[where]
         self.end = np.where(self.there, begins[where + 1], self.first)
         self.step = self.there & ~np.append(shared, False)[where]
-        self.each: Tensor | None = None
-        """The splits of a batch in which every cell has one id, once there was one."""
         self.one_each: _Placed | None = None
         """The places of batches in which every cell has one id, without weights."""
         self._room: NDArray[np.int64] | None = None

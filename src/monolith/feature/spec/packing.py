@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import native
-from monolith.feature.batches import FeatureIds
+from monolith.feature.batches import FeatureIds, one_each_splits
 from monolith.feature.spec.kinds import BucketFeature, CrossFeature, FloatFeature, IdFeature
 from monolith.tensors import RaggedTensor
 
@@ -170,7 +170,8 @@ class Packer:
         )
         ids = None
         if splits is not None and self._names:
-            ids = FeatureIds(self._names, torch.from_numpy(flat_ids), torch.from_numpy(splits), size)
+            ends = one_each_splits(len(flat_ids)) if isinstance(splits, bool) else torch.from_numpy(splits)
+            ids = FeatureIds(self._names, torch.from_numpy(flat_ids), ends, size)
         found = PackedRecords(ids, {}, {}, {})
         each = torch.from_numpy(flat).view(len(counts), size).unbind(0) if counts else ()
         of_floats = len(plan.floats)

@@ -21,13 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from monolith.errors import ConfigError, MetricError, RestoreError
 from monolith.table.hashing import mix
-from monolith.train.metrics.scored import Array, Scored, ScoredMetric, moved, namespace
-
-Floats = NDArray[np.float64]
+from monolith.train.metrics.scored import Floats, Scored, ScoredMetric
 
 _NO_LIMIT = np.uint64(2**64 - 1)
 
@@ -42,9 +39,8 @@ class StreamingAuc(ScoredMetric):
     Measure such a stream in windows. `error_bound` is the exact limit at any time; what is really
     missed is a small part of it. A state takes 32 bytes an interval.
 
-    Intervals are on the device of the predictions. With weights that are whole numbers they, and the value,
-    are the same to the bit on every device: all sums are whole numbers, below 2**53 for up to 60 million
-    examples of each class.
+    With weights that are whole numbers the value does not depend on the order of the examples: all sums are
+    whole numbers, below 2**53 for up to 60 million examples of each class.
     """
 
     name = "auc"
@@ -56,7 +52,7 @@ class StreamingAuc(ScoredMetric):
         self.reset()
 
     def reset(self) -> None:
-        none: Array = np.empty(0)
+        none: Floats = np.empty(0)
         self._low = self._high = self._positive = self._negative = none
 
     def add(self, scored: Scored) -> None:
@@ -68,9 +64,8 @@ class StreamingAuc(ScoredMetric):
             scores, labels, weights = scores[counts], labels[counts], weights[counts]
         if not len(scores):
             return
-        xp = namespace(scores)
         low, high, positive, negative = (
-            xp.concatenate([moved(held, scores), new])
+            np.concatenate([held, new])
             for held, new in (
                 (self._low, scores),
                 (self._high, scores),
@@ -80,9 +75,9 @@ class StreamingAuc(ScoredMetric):
         )
         # Sorted by their lower ends, intervals and new scores, whose ends are one, are in order: an entry
         # belongs to the one before it if it begins at or below the highest end so far.
-        order = xp.argsort(low)
-        low, reached = low[order], _running_max(high[order])
-        begins = xp.ones_like(order) > 0
+        order = np.argsort(low)
+        low, reached = low[order], np.maximum.accumulate(high[order])
+        begins = np.ones(len(order), np.bool_)
         begins[1:] = low[1:] > reached[:-1]
         self._merge(low, reached, positive[order], negative[order], begins)
         if len(self._low) > self._most:
@@ -91,10 +86,8 @@ class StreamingAuc(ScoredMetric):
     def value(self) -> float:
         """From 0 to 1; NaN until both classes were seen."""
         positive, negative = self._positive, self._negative
-        xp = namespace(negative)
-        below = xp.cumsum(negative, 0) - negative
-        wins = (positive * (below + negative / 2)).sum()
-        won, positives, negatives = xp.stack([wins, positive.sum(), negative.sum()]).tolist()
+        below = np.cumsum(negative) - negative
+        won, positives, negatives = (positive * (below + negative / 2)).sum(), positive.sum(), negative.sum()
         return float(won / (positives * negatives)) if positives and negatives else math.nan
 
     def error_bound(self) -> float:
@@ -104,7 +97,7 @@ class StreamingAuc(ScoredMetric):
         return float((self._positive * self._negative)[wide].sum()) / 2 / pairs if pairs else 0.0
 
     def state(self) -> dict[str, Any]:
-        return {name: torch.as_tensor(array).to("cpu", copy=True) for name, array in self._arrays().items()}
+        return {name: torch.from_numpy(array.copy()) for name, array in self._arrays().items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         arrays = read_arrays("auc", state, dict.fromkeys(self._arrays(), np.float64))
@@ -113,7 +106,7 @@ class StreamingAuc(ScoredMetric):
         if len(self._low) > self._most:
             self._join()
 
-    def _arrays(self) -> dict[str, Array]:
+    def _arrays(self) -> dict[str, Floats]:
         return {
             "low": self._low,
             "high": self._high,
@@ -125,41 +118,27 @@ class StreamingAuc(ScoredMetric):
         """Make of all intervals at most half as many as there may be, of about the same weight."""
         target = self._most // 6
         positive, negative = self._positive, self._negative
-        xp = namespace(positive)
         # Half of an interval's share is of the positives, half of the negatives; times the sums of both: so
         # whole weights stay whole, and no order of adding them up rounds.
-        most = [xp.where(total > 0, total, 1.0) for total in (positive.sum(), negative.sum())]
+        most = [total if total > 0 else 1.0 for total in (positive.sum(), negative.sum())]
         share = positive * most[1] + negative * most[0]
         each = share.sum() / target
-        place = xp.floor((xp.cumsum(share, 0) - share / 2) / each)
+        place = np.floor((np.cumsum(share) - share / 2) / each)
         # One score may have much of the weight, as a constant prediction does: its ties are real and
         # it stays alone. There are fewer than `target` of those, each with two more borders.
         heavy = share > each
-        begins = xp.ones_like(heavy)
+        begins = np.ones_like(heavy)
         begins[1:] = (place[1:] != place[:-1]) | heavy[1:] | heavy[:-1]
         self._merge(self._low, self._high, positive, negative, begins)
 
-    def _merge(self, low: Array, high: Array, positive: Array, negative: Array, begins: Array) -> None:
+    def _merge(
+        self, low: Floats, high: Floats, positive: Floats, negative: Floats, begins: NDArray[np.bool_]
+    ) -> None:
         """Keep the intervals that entries make, in order; each from where one `begins` up to the next."""
-        starts: Array
-        ends: Array
-        if isinstance(low, Tensor):
-            starts = begins.nonzero().flatten()
-            ends = torch.cat([starts[1:], starts.new_full((1,), len(low))])
-            lengths = ends - starts
-            # One block of threads for each interval: unlike atomic additions, it rounds the same every time.
-            self._positive, self._negative = (
-                torch.segment_reduce(one, "sum", lengths=lengths, unsafe=True) for one in (positive, negative)
-            )
-        else:
-            starts = np.flatnonzero(begins)
-            ends = np.append(starts[1:], len(low))
-            self._positive, self._negative = (np.add.reduceat(one, starts) for one in (positive, negative))
+        starts = np.flatnonzero(begins)
+        ends = np.append(starts[1:], len(low))
+        self._positive, self._negative = (np.add.reduceat(one, starts) for one in (positive, negative))
         self._low, self._high = low[starts], high[ends - 1]
-
-
-def _running_max(array: Array) -> Array:
-    return torch.cummax(array, 0).values if isinstance(array, Tensor) else np.maximum.accumulate(array)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,8 +153,7 @@ class _Examples:
     @classmethod
     def of(cls, scored: Scored) -> _Examples:
         assert scored.groups is not None
-        columns = (scored.predictions, scored.labels, scored.weights, scored.groups)
-        found = cls(*(moved(column, scored.groups) for column in columns))
+        found = cls(scored.predictions, scored.labels, scored.weights, scored.groups)
         return found.select(found.weights > 0)  # a copy: what is held must not keep a batch in memory
 
     def __len__(self) -> int:
@@ -192,8 +170,6 @@ class GroupedExamples(ScoredMetric):
     of their id until half the room is free, and the value is that of the drawn ones, every one of which is
     whole. Of one group only the first `max_per_group` examples count, so that a crawler is not the measure.
     """
-
-    on_device = False
 
     def __init__(self, name: str, max_examples: int, max_per_group: int) -> None:
         if not 2 <= max_per_group <= max_examples // 2:

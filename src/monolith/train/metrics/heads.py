@@ -1,19 +1,26 @@
 """The metrics of a task, head by head.
 
-Batches are kept as they come, and taken in by the metrics several at once: before a window ends, a value is
-asked for or a checkpoint is saved, and after `AT_ONCE` examples. A metric then costs a small part of what it
-does batch by batch, and a GPU is waited for that much less often; predictions stay in its memory.
+Batches are kept as they come, in host memory, and taken in by the metrics several at once: before a window
+ends, a value is asked for or a checkpoint is saved, and after `AT_ONCE` examples. A metric then costs a small
+part of what it does batch by batch.
 
-    update(batch)          kept: predictions on the device, labels and weights on the CPU
-    ...
-    a window ends          labels go to the device ──► all metrics of the head ──► rows are reported
+A GPU trains 100,000 examples in less time than the host needs to sort them. So a run whose steps are graphs
+leaves the metrics to a thread of their own, which takes in one part while the next one is kept:
+
+    update      keep  keep  keep │ keep  keep  keep │ keep ...
+    thread                       └► take in 1       └► take in 2
+    rows of windows              nothing yet        those that 1 has ended
+
+Rows are then reported one part later. Which part, and what is in it, follows from counts alone and never from
+which thread was faster.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,6 +44,7 @@ class HeadMetrics:
 
     Args:
         window: Examples or event time after which a row is reported; None counts from the start.
+        threaded: Whether a thread takes batches in; `close` ends it.
     """
 
     def __init__(
@@ -46,6 +54,7 @@ class HeadMetrics:
         *,
         window: Any = None,
         report: Callable[[str, WindowRow], None] | None = None,
+        threaded: bool = False,
     ) -> None:
         self._task = task
         self._wanted = task.metrics(mode)
@@ -59,12 +68,12 @@ class HeadMetrics:
         self._kept_examples = 0
         self._oldest = self._newest = 0  # event times of these
         self._kept_like: object = None
-        self._said_host = False
+        self._thread = concurrency.ThreadPoolExecutor(1, "metrics") if threaded else None
+        self._taking: Future[None] | None = None
+        """While it is not done the thread has `_set`, and this one must not touch it; see `_taken_in`."""
+        self._taken_until = 0  # the newest event time that was left to the thread
         self.left_out = 0
         """Batches that are not measured, because a prediction is not finite."""
-        self.aside: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Returns a block that metrics compute in. All predictions are there by then: a device has said that
-        they are finite."""
 
     def update(
         self,
@@ -76,7 +85,7 @@ class HeadMetrics:
         prediction that is not finite is left out, said and counted.
 
         Args:
-            finite: Whether the predictions of each head are finite; None looks, and waits for a device.
+            finite: Whether the predictions of each head are finite; None looks.
 
         Raises:
             MetricError: Labels or weights of this batch, or of one that was kept before, make no sense.
@@ -86,6 +95,7 @@ class HeadMetrics:
             self._make(heads)
         if self._set is None:
             return
+        predictions = {head: predictions[head].detach().cpu() for head in heads}  # waits for a device
         if finite is None:
             finite = {head: bool(predictions[head].isfinite().all()) for head in heads}
         if bad := [head for head in heads if not finite[head]]:
@@ -116,8 +126,7 @@ class HeadMetrics:
         self._newest = max(self._newest, time) if self._kept_examples else time
         self._kept_examples += len(batch)
         # By counts alone, and not by the clock: the AUC of very many examples depends on it, a little.
-        ends = self._set.ends_within(self._kept_examples, self._oldest, self._newest)
-        if ends or self._kept_examples >= AT_ONCE:
+        if self._kept_examples >= AT_ONCE or self._ends_window():
             self._take_in()
 
     def values(self) -> dict[str, float]:
@@ -125,26 +134,32 @@ class HeadMetrics:
         windows, see `SlidingMetrics`; otherwise over all."""
         if self._live:
             return live_values(self._live)
-        self._take_in()
+        self._taken_in()
         return {} if self._set is None else self._set.values()
 
     def end(self) -> None:
         """Report the window that is open."""
-        self._take_in()
+        self._taken_in()
         if self._set is not None and self._window is not None:
             self._set.close_windows()
             self._tell()
 
     def state(self) -> dict[str, Any]:
-        self._take_in()
+        self._taken_in()
         if self._set is not None:
             return {"set": self._set.state()}
         return {"set": self._saved} if self._saved is not None else {}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
+        self._taken_in()
         self._saved = saved.get("set")
         self._set = None
         self._forget()
+
+    def close(self) -> None:
+        """End the thread, if there is one; what was kept is not taken in."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
 
     def _make(self, heads: list[str]) -> None:
         """Make the metrics of heads, and resume from the saved state."""
@@ -161,34 +176,41 @@ class HeadMetrics:
                 self._set.reset()
             self._saved = None
 
+    def _ends_window(self) -> bool:
+        """Return whether a window ends with what is kept; with a thread, about when one does."""
+        assert self._set is not None
+        if self._thread is None:
+            return self._set.ends_within(self._kept_examples, self._oldest, self._newest)
+        # The thread has the windows: count here what was left to it since the last time.
+        if isinstance(self._window, timedelta):
+            seconds = int(self._window.total_seconds())
+            return self._newest // seconds > self._taken_until // seconds
+        return self._window is not None and self._kept_examples >= self._window
+
     def _take_in(self) -> None:
         """Have the metrics take in the batches that were kept, and report the windows that ended."""
+        self._wait()
         if self._set is None or not self._kept:
             return
-        kept, examples = self._kept, self._kept_examples
+        kept, self._taken_until = self._kept, self._newest
         self._forget()  # first: a batch that is refused must not be refused again, by a save
-        first = next(iter(kept.values()))
-        weights = {head: together([one.weights for one in several]) for head, several in kept.items()}
-        began = concurrency.monotonic()
-        with self.aside():
-            self._set.update(
-                {head: torch.cat([one.predictions for one in several]) for head, several in kept.items()},
-                {head: torch.cat([one.labels for one in several]) for head, several in kept.items()},
-                {head: one for head, one in weights.items() if one is not None},
-                together([one.groups for one in first]),
-                [(len(one), one.event_time) for one in first],
-            )
-        if not self._said_host and first[0].predictions.device.type != "cpu":
-            self._said_host = True
-            if on_host := self._set.on_host():
-                _log.info(
-                    "metrics that are computed on the host: %s. Predictions are copied there, and taking in "
-                    "%d examples took %.1f ms; other metrics stay on the GPU",
-                    ", ".join(on_host),
-                    examples,
-                    1000 * (concurrency.monotonic() - began),
-                )
-        self._tell()
+        if self._thread is None:
+            _add(self._set, kept)
+            self._tell()
+        else:
+            self._taking = self._thread.submit(_add, self._set, kept)
+
+    def _taken_in(self) -> None:
+        """Have the metrics take in the batches that were kept, and return when they have."""
+        self._take_in()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait for the thread, and report the windows that it has ended."""
+        taking, self._taking = self._taking, None
+        if taking is not None:
+            taking.result()  # raises what the metrics raised
+            self._tell()
 
     def _forget(self) -> None:
         self._kept, self._kept_examples, self._kept_like = {}, 0, None
@@ -200,3 +222,16 @@ class HeadMetrics:
             for row in rows:
                 if self._report is not None:
                     self._report(name, row)
+
+
+def _add(metrics: MetricSet, kept: Mapping[str, list[KeptExamples]]) -> None:
+    """Have metrics take in batches of each head."""
+    first = next(iter(kept.values()))
+    weights = {head: together([one.weights for one in several]) for head, several in kept.items()}
+    metrics.update(
+        {head: torch.cat([one.predictions for one in several]) for head, several in kept.items()},
+        {head: torch.cat([one.labels for one in several]) for head, several in kept.items()},
+        {head: one for head, one in weights.items() if one is not None},
+        together([one.groups for one in first]),
+        [(len(one), one.event_time) for one in first],
+    )

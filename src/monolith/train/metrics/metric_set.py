@@ -26,7 +26,7 @@ from torch import Tensor
 from monolith.errors import ConfigError, MetricError, RestoreError
 from monolith.train.metrics.auc import GroupedAuc, StreamingAuc
 from monolith.train.metrics.ranking import RankingMetric
-from monolith.train.metrics.scored import Array, Scored, ScoredMetric, moved, namespace
+from monolith.train.metrics.scored import Floats, Scored, ScoredMetric
 
 __all__ = [
     "LOSSES",
@@ -99,11 +99,7 @@ class Metric(Protocol):
 
 
 class _Sums(ScoredMetric):
-    """A metric whose memory is some running sums, by name, on the device of the predictions.
-
-    They are float64, and equal on every device but for the order in which a batch is added up: to about 1e-15
-    of their size.
-    """
+    """A metric whose memory is some running sums, by name."""
 
     fields: tuple[str, ...]
 
@@ -111,11 +107,10 @@ class _Sums(ScoredMetric):
         self.reset()
 
     def reset(self) -> None:
-        self._sums: Array = np.zeros(len(self.fields))
+        self._sums: Floats = np.zeros(len(self.fields))
 
     def add(self, scored: Scored) -> None:
-        terms = namespace(scored.weights).stack(self._terms(scored))
-        self._sums = moved(self._sums, terms) + (terms * scored.weights).sum(1)
+        self._sums = self._sums + (np.stack(self._terms(scored)) * scored.weights).sum(1)
 
     def state(self) -> dict[str, Any]:
         return dict(zip(self.fields, self._sums.tolist(), strict=True))
@@ -129,7 +124,7 @@ class _Sums(ScoredMetric):
         self._sums = np.array([float(state[field]) for field in self.fields])
 
     @abstractmethod
-    def _terms(self, scored: Scored) -> list[Array]:
+    def _terms(self, scored: Scored) -> list[Floats]:
         """Return what each example adds to each sum, in the order of `fields`."""
 
 
@@ -142,9 +137,9 @@ class NormalizedEntropy(_Sums):
     name = "ne"
     fields = ("weight", "loss", "label")
 
-    def _terms(self, scored: Scored) -> list[Array]:
+    def _terms(self, scored: Scored) -> list[Floats]:
         scored.require_probabilities(self.name)
-        return [namespace(scored.labels).ones_like(scored.labels), _log_loss(scored), scored.labels]
+        return [np.ones_like(scored.labels), _log_loss(scored), scored.labels]
 
     def value(self) -> float:
         weight, loss, label = self._sums.tolist()
@@ -164,7 +159,7 @@ class Calibration(_Sums):
     name = "calibration"
     fields = ("prediction", "label")
 
-    def _terms(self, scored: Scored) -> list[Array]:
+    def _terms(self, scored: Scored) -> list[Floats]:
         return [scored.predictions, scored.labels]
 
     def value(self) -> float:
@@ -184,10 +179,10 @@ class MeanLoss(_Sums):
         self._loss = LOSSES[loss]
         super().__init__()
 
-    def _terms(self, scored: Scored) -> list[Array]:
+    def _terms(self, scored: Scored) -> list[Floats]:
         if self._loss is _log_loss:
             scored.require_probabilities(self.name)
-        return [namespace(scored.labels).ones_like(scored.labels), self._loss(scored)]
+        return [np.ones_like(scored.labels), self._loss(scored)]
 
     def value(self) -> float:
         weight, loss = self._sums.tolist()
@@ -205,22 +200,21 @@ class RootMeanSquare(MeanLoss):
         return math.sqrt(super().value())
 
 
-def _log_loss(scored: Scored) -> Array:
+def _log_loss(scored: Scored) -> Floats:
     """In nats. A sure prediction that was wrong costs 27.6 (1e-12 for a 0), and not infinity."""
-    xp = namespace(scored.predictions)
     sure = scored.predictions.clip(1e-12, 1 - 1e-12)
-    return -(scored.labels * xp.log(sure) + (1 - scored.labels) * xp.log1p(-sure))
+    return -(scored.labels * np.log(sure) + (1 - scored.labels) * np.log1p(-sure))
 
 
-def _squared(scored: Scored) -> Array:
+def _squared(scored: Scored) -> Floats:
     return (scored.predictions - scored.labels) ** 2
 
 
-def _absolute(scored: Scored) -> Array:
-    return abs(scored.predictions - scored.labels)
+def _absolute(scored: Scored) -> Floats:
+    return np.abs(scored.predictions - scored.labels)
 
 
-LOSSES: dict[str, Callable[[Scored], Array]] = {
+LOSSES: dict[str, Callable[[Scored], Floats]] = {
     "log": _log_loss,
     "squared": _squared,
     "absolute": _absolute,
@@ -508,11 +502,6 @@ class MetricSet:
         """Return whether a window ends if so many examples come, of event times between these."""
         windows = (metric for metric in self._named().values() if isinstance(metric, Windowed))
         return any(one.ends_within(examples, oldest, newest) for one in windows)
-
-    def on_host(self) -> list[str]:
-        """Return the metrics that copy predictions of a device to host memory."""
-        found = {name: getattr(one, "metric", one) for name, one in self._named().items()}
-        return [name for name, one in found.items() if not getattr(one, "on_device", False)]
 
     def values(self) -> dict[str, float]:
         """Return the value of each metric, as "head/metric"."""

@@ -4,40 +4,24 @@ One place decides what a metric may be given, so that no two of them disagree on
 prediction that is NaN or infinite is an error: it has no rank and no loss, and leaving
 it out would make a model that diverged look like a good one.
 
-Examples stay where the predictions are, and are looked at once for all metrics of a head: the host waits for
-a GPU once, however many metrics and windows there are. In host memory they are arrays of numpy: it sorts
-several times as fast as torch, and does not divide small work among threads that are busy. On a device they
-are tensors. Both have the same functions, by the same names, so a metric is written once, for the module that
-`namespace` returns.
+Examples are looked at once for all metrics of a head, as arrays of numpy in host memory: numpy sorts several
+times as fast as torch, and does not divide small work among threads that are busy. Predictions of a GPU are
+copied there first, which takes less time than to launch one metric on it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.errors import MetricError
 
-Array = Any
-"""float64 of shape (n,): an array of numpy in host memory, or a tensor of a device."""
-
-
-def namespace(array: Array) -> Any:
-    """Return the module whose functions take an array: numpy or torch."""
-    return torch if isinstance(array, Tensor) else np
-
-
-def moved(array: Array, like: Array) -> Array:
-    """Return an array where another one is."""
-    if isinstance(like, Tensor):
-        return torch.as_tensor(array).to(like.device)
-    return array.cpu().numpy() if isinstance(array, Tensor) else array
+Floats = NDArray[np.float64]
 
 
 class _Extremes(NamedTuple):
@@ -59,12 +43,12 @@ class Scored:
 
     An example of weight 0 is there with a prediction and a label of 0: it adds nothing to a sum.
 
-    Shapes: all arrays are (n,), on the device of the predictions, but for groups, which are in host memory.
+    Shapes: all arrays are (n,).
     """
 
-    predictions: Array
-    labels: Array
-    weights: Array
+    predictions: Floats
+    labels: Floats
+    weights: Floats
     groups: NDArray[np.int64] | None
     weighed: bool
     """Whether weights were given: otherwise all are 1."""
@@ -91,10 +75,10 @@ class Scored:
         weights: Tensor | None = None,
         groups: Tensor | None = None,
     ) -> Scored:
-        """Check the tensors a metric was given. Waits for the device of the predictions, once.
+        """Check the tensors a metric was given. Waits for the device of one that is not in host memory.
 
         Args:
-            predictions: Of shape (n,) or (n, 1), as are the other tensors, which may be on the CPU.
+            predictions: Of shape (n,) or (n, 1), as are the other tensors.
             weights: Not negative; None for 1 each. An example of weight 0 is left out before anything else
                 is looked at, so that a missing label can be masked.
             groups: Whole numbers, such as ids of users.
@@ -102,20 +86,20 @@ class Scored:
         Raises:
             MetricError: A shape does not fit, or a number is not finite.
         """
-        predicted = _where_it_is(_flat(metric, "predictions", predictions, None))
-        count, xp = len(predicted), namespace(predicted)
-        labelled = _there(_flat(metric, "labels", labels, count), predicted)
+        predicted = _doubles(_flat(metric, "predictions", predictions, None))
+        count = len(predicted)
+        labelled = _doubles(_flat(metric, "labels", labels, count))
         grouped = None
         if groups is not None:
             if groups.is_floating_point():
                 raise MetricError(f"{metric}: groups must be whole numbers, got {groups.dtype}")
-            grouped = _flat(metric, "groups", groups, count).to("cpu", torch.int64).numpy()
+            grouped = _flat(metric, "groups", groups, count).cpu().long().numpy()
         if weights is None:
-            weight = xp.ones_like(predicted)
+            weight = np.ones_like(predicted)
         else:
-            weight = _there(_flat(metric, "weights", weights, count), predicted)
-            counts, none = weight != 0, xp.zeros_like(predicted)
-            predicted, labelled = xp.where(counts, predicted, none), xp.where(counts, labelled, none)
+            weight = _doubles(_flat(metric, "weights", weights, count))
+            counts = weight != 0
+            predicted, labelled = np.where(counts, predicted, 0.0), np.where(counts, labelled, 0.0)
         seen = _extremes(predicted, labelled, None if weights is None else weight)
         scored = cls(predicted, labelled, weight, grouped, weights is not None, seen)
         scored._check(metric)
@@ -123,7 +107,7 @@ class Scored:
 
     def _check(self, metric: str) -> None:
         # Comparisons with NaN are false. The counts that a message needs are not worth computing before.
-        seen, most = self._extremes, torch.finfo(torch.float64).max
+        seen, most = self._extremes, np.finfo(np.float64).max
         if not (seen.least_weight >= 0 and seen.most_weight <= most):
             raise MetricError(f"{metric}: weights must be finite and not negative")
         for name, column, low, high in (
@@ -131,7 +115,7 @@ class Scored:
             ("labels", self.labels, seen.least_label, seen.most_label),
         ):
             if not (low >= -most and high <= most):
-                bad, of = int((~namespace(column).isfinite(column)).sum()), int((self.weights > 0).sum())
+                bad, of = int((~np.isfinite(column)).sum()), int((self.weights > 0).sum())
                 raise MetricError(
                     f"{metric}: {bad} of {of} {name} are NaN or infinite. "
                     + ("Did training diverge?" if name == "predictions" else "Give those examples weight 0.")
@@ -169,8 +153,6 @@ class ScoredMetric(ABC):
     """A `Metric` that can also take examples that were checked already, together with other metrics."""
 
     name: str
-    on_device = True
-    """Whether it computes on the device of the predictions; otherwise it copies them to the CPU."""
 
     def update(
         self,
@@ -191,27 +173,17 @@ class ScoredMetric(ABC):
         """
 
 
-def _extremes(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> _Extremes:
+def _extremes(predictions: Floats, labels: Floats, weights: Floats | None) -> _Extremes:
     if not len(predictions):
         return _Extremes()
     columns = [predictions, labels] if weights is None else [predictions, labels, weights]
     odd = ((labels != 0) & (labels != 1)).sum()
-    found = [odd, *(number for one in columns for number in (one.min(), one.max()))]
-    if isinstance(predictions, Tensor):
-        found = torch.stack([one.double() for one in found]).tolist()  # the host waits here, and only here
-    return _Extremes(*map(float, found))
+    return _Extremes(*map(float, [odd, *(number for one in columns for number in (one.min(), one.max()))]))
 
 
-def _where_it_is(tensor: Tensor) -> Array:
-    double = tensor.double()
-    return double.numpy() if tensor.device.type == "cpu" else double
-
-
-def _there(tensor: Tensor, like: Array) -> Array:
-    """Return a tensor where an array is."""
-    if isinstance(like, Tensor):
-        return tensor.to(like.device, torch.float64)
-    return tensor.to("cpu", torch.float64).numpy()
+def _doubles(tensor: Tensor) -> Floats:
+    # A GPU copies its floats and the host widens them: half the bytes cross.
+    return tensor.cpu().double().numpy()
 
 
 def _flat(metric: str, name: str, tensor: Tensor, length: int | None) -> Tensor:

@@ -25,10 +25,9 @@ _HEAD = "head"
 
 
 class KeptExamples(NamedTuple):
-    """A head's examples of a batch, kept as they were predicted."""
+    """A head's examples of a batch, kept as they were predicted, in host memory."""
 
     predictions: Tensor
-    """Where the model computed them; all else is on the CPU."""
     labels: Tensor
     weights: Tensor | None
     groups: Tensor | None
@@ -44,9 +43,8 @@ class KeptExamples(NamedTuple):
         event_time: int = 0,
     ) -> KeptExamples:
         """Keep a batch: no graph of autograd, and copies of what a reader may use for another batch."""
-        # A model's outputs on a device are its own, and are not copied: that would be a launch for each step.
         return cls(
-            _copy(predictions) if predictions.device.type == "cpu" else predictions.detach(),
+            _copy(predictions),
             _copy(labels),
             None if weights is None else _copy(weights),
             None if groups is None else _copy(groups),
@@ -60,7 +58,7 @@ class KeptExamples(NamedTuple):
     def like(self) -> object:
         """Equal for batches whose tensors can be laid end to end."""
         shapes = (self.predictions.shape[1:], self.labels.shape[1:])
-        return self.predictions.device, shapes, self.weights is None, self.groups is None
+        return shapes, self.weights is None, self.groups is None
 
 
 class SlidingMetrics:
