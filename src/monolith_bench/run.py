@@ -129,7 +129,8 @@ class RunPlan:
         """Return the config file of a run: a model as a user writes it, with all defaults."""
         train: dict[str, Any] = {"model_dir": model_dir, "epochs": _EPOCHS}
         if steps is None:
-            train |= {"max_time": f"{self.seconds}s", "report_every": f"{self.seconds / 40}s"}
+            # Metrics of the latest examples are computed for each line, so not more often than is needed.
+            train |= {"max_time": f"{self.seconds}s", "report_every": f"{self.seconds / 20}s"}
         else:
             train |= {"steps": steps, "report_every": "1ms"}
         if place is not None:

@@ -115,7 +115,7 @@ class HeadMetrics:
             if self._set.heads.get(head)
         }
         like = [(head, one.like) for head, one in seen.items()]
-        if like != self._kept_like:
+        if self._kept and like != self._kept_like:
             self._take_in()
         self._kept_like = like
         for head, one in seen.items():

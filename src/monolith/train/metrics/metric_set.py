@@ -203,7 +203,8 @@ class RootMeanSquare(MeanLoss):
 def _log_loss(scored: Scored) -> Floats:
     """In nats. A sure prediction that was wrong costs 27.6 (1e-12 for a 0), and not infinity."""
     sure = scored.predictions.clip(1e-12, 1 - 1e-12)
-    return -(scored.labels * np.log(sure) + (1 - scored.labels) * np.log1p(-sure))
+    losses: Floats = -(scored.labels * np.log(sure) + (1 - scored.labels) * np.log1p(-sure))
+    return losses
 
 
 def _squared(scored: Scored) -> Floats:
