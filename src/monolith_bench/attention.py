@@ -22,10 +22,10 @@ from torch.nn import functional
 from monolith.errors import ConfigError
 from monolith.nn.layers.jagged_attention import (
     PairBias,
+    gap_buckets,
     hstu_attention,
     positions_of,
     sequence_of,
-    time_bounds,
 )
 from monolith_bench.options import BenchAttentionOptions
 from monolith_bench.report import Report

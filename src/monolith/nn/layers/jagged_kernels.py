@@ -48,9 +48,10 @@ _DIAGONAL_COUNTS = ("sequences", "heads", "shares", "stripes")
 
 @triton.jit(do_not_specialize=("sequences", "row"))
 def _split_times(times, asked, parts, splits, sequences, row, BLOCK: tl.constexpr):
-    """Write times since the first step of each sequence as sums of two floats, multiples of 2^24 and the rest.
+    """Write times since the first step of each sequence as sums of two floats, a multiple of 2^24 and the rest.
 
-    Both are exact up to 2^47 seconds. So the difference of two such times is rounded once, as an integer is
+    `parts` has both of the times at which steps are asked for, and `row` floats behind them those at which
+    they happened. They are exact up to 2^47 seconds. So the difference of two such times is rounded once, as an integer is
     that becomes a float, and takes three additions: a GPU converts integers at a fraction of its speed.
     """
     item = tl.program_id(0)
@@ -61,25 +62,37 @@ def _split_times(times, asked, parts, splits, sequences, row, BLOCK: tl.constexp
     first = tl.load(times + begin, mask=length > 0, other=0)
     seen = tl.load(times + begin + steps, mask=inside, other=0) - first
     after = tl.load(asked + begin + steps, mask=inside, other=0) - first
-    parts += begin + steps
+    parts += 2 * (begin + steps)
     tl.store(parts, (after >> 24).to(tl.float32) * 16777216.0, mask=inside)
-    tl.store(parts + row, (after & 16777215).to(tl.float32), mask=inside)
-    tl.store(parts + 2 * row, (seen >> 24).to(tl.float32) * 16777216.0, mask=inside)
-    tl.store(parts + 3 * row, (seen & 16777215).to(tl.float32), mask=inside)
+    tl.store(parts + 1, (after & 16777215).to(tl.float32), mask=inside)
+    tl.store(parts + row, (seen >> 24).to(tl.float32) * 16777216.0, mask=inside)
+    tl.store(parts + row + 1, (seen & 16777215).to(tl.float32), mask=inside)
 
 
 @triton.jit
-def _looked_up(table, index, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
-    """Return values of a small table, one for each index.
+def _looked_up(table, index, COMPILED: tl.constexpr):
+    """Return floats of a small table, one for each index.
 
     Triton would load a tile in an order of its own and exchange it between threads through shared memory.
     By assembler, each thread loads what it computes with.
     """
     if COMPILED:
-        code: tl.constexpr = "{ .reg .b64 at; mad.wide.s32 at, $2, 4, $1; ld.global.nc.b32 $0, [at]; }"
-        output: tl.constexpr = "=f,l,r" if DTYPE == tl.float32 else "=r,l,r"
-        return tl.inline_asm_elementwise(code, output, [table.to(tl.int64), index], DTYPE, True, 1)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 at; mad.wide.s32 at, $2, 4, $1; ld.global.nc.f32 $0, [at]; }", "=f,l,r",
+            [table.to(tl.int64), index], tl.float32, True, 1
+        )
     return tl.load(table + index)
+
+
+@triton.jit
+def _time_of(parts, steps, COMPILED: tl.constexpr):
+    """Return both floats of the times of steps."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 at; mad.wide.s32 at, $3, 8, $2; ld.global.nc.v2.f32 {$0, $1}, [at]; }", "=f,=f,l,r",
+            [parts.to(tl.int64), steps], (tl.float32, tl.float32), True, 1
+        )
+    return tl.load(parts + 2 * steps), tl.load(parts + 2 * steps + 1)
 
 
 @triton.jit
@@ -100,11 +113,11 @@ def _bias_of(
     """
     if TIMED:
         bits = _gap_bits(asked_high, asked_low, seen_high, seen_low)
-        bias = _looked_up(by_time - _FIRST_BITS, bits, tl.float32, COMPILED)
+        bias = _looked_up(by_time - _FIRST_BITS, bits, COMPILED)
         if FAR:
-            bias += _looked_up(by_distance, apart, tl.float32, COMPILED)
+            bias += _looked_up(by_distance, apart, COMPILED)
     elif FAR:
-        bias = _looked_up(by_distance, apart, tl.float32, COMPILED)
+        bias = _looked_up(by_distance, apart, COMPILED)
     else:
         bias = 0.0
     return bias
@@ -157,7 +170,7 @@ def _store(base, values, rows, columns, stride, length, WIDTH: tl.constexpr):
 
 @triton.jit
 def _forward_blocks(
-    total, query, asked_high, asked_low, rows, k, v, seen, row, by_distance, by_time,
+    total, query, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
     k_stride, v_stride, length, first, last,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     N: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, DIAGONAL: tl.constexpr, FAST: tl.constexpr,
@@ -170,7 +183,7 @@ def _forward_blocks(
         apart = rows[:, None] - keys[None, :]
         seen_high, seen_low = keys, keys
         if TIMED:
-            seen_high, seen_low = tl.load(seen + keys), tl.load(seen + row + keys)
+            seen_high, seen_low = _time_of(seen, keys, COMPILED)
         bias = _bias_of(
             apart, asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
             by_distance, by_time, FAR, TIMED, COMPILED,
@@ -211,17 +224,17 @@ def _forward(
     v += begin * v_stride + head * CONTENT
     asked_high, asked_low = rows, rows
     if TIMED:
-        parts += begin
-        asked_high, asked_low = tl.load(parts + rows), tl.load(parts + row + rows)
-    seen = parts + 2 * row
+        parts += 2 * begin
+        asked_high, asked_low = _time_of(parts, rows, COMPILED)
+    seen = parts + row
     total = tl.zeros([M, CONTENT_PADDED], tl.float32)
     total = _forward_blocks(
-        total, query, asked_high, asked_low, rows, k, v, seen, row, by_distance, by_time,
+        total, query, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
         k_stride, v_stride, length, 0, start,
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, False, FAST, COMPILED, PRECISION,
     )
     total = _forward_blocks(
-        total, query, asked_high, asked_low, rows, k, v, seen, row, by_distance, by_time,
+        total, query, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
         k_stride, v_stride, length, start, tl.minimum(start + M, length),
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, True, FAST, COMPILED, PRECISION,
     )
@@ -233,7 +246,7 @@ def _forward(
 
 @triton.jit
 def _query_blocks(
-    total, query, gradient, asked_high, asked_low, rows, k, v, seen, row, by_distance, by_time,
+    total, query, gradient, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
     k_stride, v_stride, length, first, last,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     N: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, DIAGONAL: tl.constexpr, FAST: tl.constexpr,
@@ -249,7 +262,7 @@ def _query_blocks(
         apart = rows[:, None] - keys[None, :]
         seen_high, seen_low = keys, keys
         if TIMED:
-            seen_high, seen_low = tl.load(seen + keys), tl.load(seen + row + keys)
+            seen_high, seen_low = _time_of(seen, keys, COMPILED)
         bias = _bias_of(
             apart, asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
             by_distance, by_time, FAR, TIMED, COMPILED,
@@ -291,17 +304,17 @@ def _query_gradient(
     v += begin * v_stride + head * CONTENT
     asked_high, asked_low = rows, rows
     if TIMED:
-        parts += begin
-        asked_high, asked_low = tl.load(parts + rows), tl.load(parts + row + rows)
-    seen = parts + 2 * row
+        parts += 2 * begin
+        asked_high, asked_low = _time_of(parts, rows, COMPILED)
+    seen = parts + row
     total = tl.zeros([M, PADDED], tl.float32)
     total = _query_blocks(
-        total, query, gradient, asked_high, asked_low, rows, k, v, seen, row, by_distance, by_time,
+        total, query, gradient, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
         k_stride, v_stride, length, 0, start,
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, False, FAST, COMPILED, PRECISION,
     )
     total = _query_blocks(
-        total, query, gradient, asked_high, asked_low, rows, k, v, seen, row, by_distance, by_time,
+        total, query, gradient, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
         k_stride, v_stride, length, start, tl.minimum(start + M, length),
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, True, FAST, COMPILED, PRECISION,
     )
@@ -313,7 +326,7 @@ def _query_gradient(
 
 @triton.jit
 def _key_blocks(
-    of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, asked, row,
+    of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, asked,
     by_distance, by_time, q_stride, out_stride, length, first, last,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     M: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, DIAGONAL: tl.constexpr, FAST: tl.constexpr,
@@ -333,7 +346,7 @@ def _key_blocks(
         apart = rows[None, :] - keys[:, None]
         asked_high, asked_low = rows, rows
         if TIMED:
-            asked_high, asked_low = tl.load(asked + rows), tl.load(asked + row + rows)
+            asked_high, asked_low = _time_of(asked, rows, COMPILED)
         bias = _bias_of(
             apart, asked_high[None, :], asked_low[None, :], seen_high[:, None], seen_low[:, None],
             by_distance, by_time, FAR, TIMED, COMPILED,
@@ -381,18 +394,18 @@ def _key_gradient(
     out_gradient += begin * out_stride + head * CONTENT
     seen_high, seen_low = keys, keys
     if TIMED:
-        parts += begin
-        seen_high, seen_low = tl.load(parts + 2 * row + keys), tl.load(parts + 3 * row + keys)
+        parts += 2 * begin
+        seen_high, seen_low = _time_of(parts + row, keys, COMPILED)
     of_key = tl.zeros([N, PADDED], tl.float32)
     of_content = tl.zeros([N, CONTENT_PADDED], tl.float32)
     # N is a multiple of M: blocks of queries begin where the block of keys does.
     of_key, of_content = _key_blocks(
-        of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, parts, row,
+        of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, parts,
         by_distance, by_time, q_stride, out_stride, length, start, tl.minimum(start + N, length),
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, M, FAR, TIMED, True, FAST, COMPILED, PRECISION,
     )
     of_key, of_content = _key_blocks(
-        of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, parts, row,
+        of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, parts,
         by_distance, by_time, q_stride, out_stride, length, start + N, length,
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, M, FAR, TIMED, False, FAST, COMPILED, PRECISION,
     )
@@ -440,10 +453,8 @@ def _bias_gradient(
             keys = start - behind + across
             asked_high, asked_low, seen_high, seen_low = rows, rows, keys, keys
             if TIMED:
-                asked_high, asked_low = tl.load(parts + begin + rows), tl.load(parts + row + begin + rows)
-                there = tl.maximum(keys, 0)
-                seen_high = tl.load(parts + 2 * row + begin + there)
-                seen_low = tl.load(parts + 3 * row + begin + there)
+                asked_high, asked_low = _time_of(parts + 2 * begin, rows, COMPILED)
+                seen_high, seen_low = _time_of(parts + row + 2 * begin, tl.maximum(keys, 0), COMPILED)
             bias = _bias_of(
                 apart, asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
                 by_distance, by_time, FAR, TIMED, COMPILED,
@@ -473,8 +484,9 @@ def _bias_gradient(
             total += of_scores
             if TIMED:
                 bits = _gap_bits(asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :])
-                buckets = _looked_up(buckets_of - _FIRST_BITS, bits, tl.int32, COMPILED)
-                first, last = tl.min(tl.min(buckets, 1), 0), tl.max(tl.max(buckets, 1), 0)
+                buckets = _looked_up(buckets_of - _FIRST_BITS, bits, COMPILED)
+                first = tl.min(tl.min(buckets, 1), 0).to(tl.int32)
+                last = tl.max(tl.max(buckets, 1), 0).to(tl.int32)
                 for bucket in range(first, last + 1):
                     found = tl.sum(tl.sum(tl.where(buckets == bucket, of_scores, 0.0), 1), 0)
                     by_bucket += tl.where(bins == bucket, found, 0.0)
@@ -700,8 +712,8 @@ class _Bias:
     """What kernels read to find the bias of a pair; absent tensors are never read."""
 
     tensors: tuple[Tensor | int, ...]
-    """Row splits, the biases by distance and by the upper bits of gaps, times, and the floats of each row of
-    those."""
+    """Row splits, the biases by distance and by the upper bits of gaps, times as `_split_times` writes them, and
+    the floats of either of those."""
     table: Tensor
     """As `JaggedSteps.buckets`."""
     far: bool
@@ -724,8 +736,8 @@ class _Bias:
             table, buckets = steps.buckets, by_time.shape[0]
             timed = by_time.float().index_select(0, table)
             # Zeros behind a sequence: a block that reaches there reads numbers.
-            row = (steps.times.shape[0] + _LARGEST_BLOCK + 15) // 16 * 16
-            parts = timed.new_zeros(4 * row)
+            row = (2 * (steps.times.shape[0] + _LARGEST_BLOCK) + 15) // 16 * 16
+            parts = timed.new_zeros(2 * row)
             sequences, block = splits.shape[0] - 1, 512
             if sequences:
                 _split_times[(sequences * triton.cdiv(steps.max_length, block),)](
@@ -903,7 +915,7 @@ def _bias_gradients(
     tiles = inputs[0].new_empty((diagonals, shares, rows, keys), dtype=torch.float32)
     sums = inputs[0].new_empty((diagonals, shares, padded), dtype=torch.float32)
     _bias_gradient[(diagonals * shares,)](
-        *inputs, tiles, sums, bias.table, *bias.tensors, *_strides(*inputs), launch.sequences, launch.heads,
+        *inputs, tiles, sums, bias.table.float(), *bias.tensors, *_strides(*inputs), launch.sequences, launch.heads,
         shares, stripes, **launch.silu_constants(blocks, bias), BUCKETS_PADDED=padded,
     )  # fmt: skip
     by_distance = sums_by_distance(tiles.sum(1), launch.max_length)
