@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from monolith.data.records import Records
+from monolith.nn.layers.jagged_attention import gap_buckets
 from monolith.nn.layers.transducers import LAYER_NORM_EPSILON
 from monolith_bench.listening import LABEL, STEPS, TABLES
 
-_TIME_BUCKETS, _PER_BUCKET = 128, 0.301
+_TIME_BUCKETS = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,9 +135,8 @@ class PlainHSTU(nn.Module):
         numbers = torch.arange(steps.shape[1], device=steps.device)
         apart = (numbers[:, None] - numbers).clamp(min=0)
         mask = torch.tril(batch.real[:, None, :].expand(-1, steps.shape[1], -1))
-        gaps = (batch.times[:, :, None] - batch.times[:, None, :]).clamp(min=1)
-        # Once for all layers, and in double precision as ours: a gap may be at the edge of a bucket.
-        buckets = (gaps.double().log_() / _PER_BUCKET).long().clamp(max=_TIME_BUCKETS - 1)
+        # Once for all layers.
+        buckets = gap_buckets(batch.times[:, :, None] - batch.times[:, None, :], _TIME_BUCKETS)
         for layer in self.layers:
             steps = layer(steps, mask, apart, buckets)
         # An example has no action: it is what is to be predicted.

@@ -899,9 +899,7 @@ class _Launch:
         }
 
 
-def _bias_gradients(
-    launch: _Launch, inputs: tuple[Tensor, ...], bias: _Bias
-) -> tuple[Tensor, Tensor]:
+def _bias_gradients(launch: _Launch, inputs: tuple[Tensor, ...], bias: _Bias) -> tuple[Tensor, Tensor]:
     """Return the gradients of `by_distance` and `by_time`, before they are divided by `max_length`."""
     blocks = launch.blocks("bias")
     rows, keys = blocks.queries, blocks.keys
