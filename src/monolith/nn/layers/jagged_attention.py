@@ -180,7 +180,7 @@ def gap_buckets(gaps: Tensor, buckets: int) -> Tensor:
         gaps: int64, of any shape.
     """
     bits = gaps.clamp(min=1).to(torch.float32).view(torch.int32)
-    kept = (bits >> GAP_BIT_SHIFT << GAP_BIT_SHIFT).view(torch.float32)
+    kept = (bits & -(1 << GAP_BIT_SHIFT)).view(torch.float32)
     return (kept.log() / BUCKET_WIDTH).long().clamp(max=buckets - 1)
 
 
