@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from monolith.nn.layers.jagged_attention import (
     sequence_of,
 )
 from monolith_bench.options import BenchAttentionOptions
+from monolith_bench.plain_hstu import LookedUp
 from monolith_bench.report import Report
 
 BUCKETS = 128
@@ -130,22 +130,6 @@ class Padding:
 
     def unpad(self, padded: Tensor) -> Tensor:
         return padded.transpose(1, 2)[self.sequence, self.position]
-
-
-class LookedUp(torch.autograd.Function):
-    """`table[index]`, with a gradient by histogram."""
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.size, ctx.dtype = len(table), table.dtype
-        return table[index]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        found = torch.bincount(index.flatten(), gradient.flatten().float(), ctx.size)
-        return found.to(ctx.dtype), None
 
 
 def silu_padded(inputs: AttentionInputs, padding: Padding, math: Callable[..., Tensor]) -> Tensor:
@@ -303,9 +287,8 @@ def measure_drawn_lengths(report: Report, options: BenchAttentionOptions, device
                 del ways[name]
         share = float(lengths.float().mean() / lengths.max())
         pairs = inputs.flops(1) / (2 * heads * width * len(lengths) * inputs.longest**2)
-        report.say(
-            f"lengths {said}: {len(lengths)} sequences; {share:.0%} of padded steps, {pairs:.0%} of pairs are real"
-        )
+        real = f"{share:.0%} of padded steps and {pairs:.0%} of pairs count"
+        report.say(f"lengths {said}: {len(lengths)} sequences; {real}")
         for words, call in (("forward", forward), ("forward and backward", forward_and_backward)):
             times = seconds_of({name: partial(call, way, inputs) for name, way in ways.items()}, options)
             rates = {name: len(inputs.query) / passed for name, passed in times.items()}

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,25 @@ class PaddedBatch:
         return len(self.labels)
 
 
+class LookedUp(torch.autograd.Function):
+    """`table[index]`, with a gradient by histogram.
+
+    The one that torch derives adds all pairs of steps to the places of the table one after another.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.size, ctx.dtype = len(table), table.dtype
+        return table[index]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        found = torch.bincount(index.flatten(), gradient.flatten().float(), ctx.size)
+        return found.to(ctx.dtype), None
+
+
 class PlainLayer(nn.Module):
     """A layer of HSTU over padded sequences."""
 
@@ -87,10 +107,9 @@ class PlainLayer(nn.Module):
         content, query, key = (
             one.view(*one.shape[:2], self.heads, -1).transpose(1, 2) for one in (content, query, key)
         )
-        # index_select: its gradient is added up by atomic operations, that of [] is sorted first.
-        by_time = self.by_time.index_select(0, buckets.flatten()).view(buckets.shape)
+        by_time = cast(Any, LookedUp).apply(self.by_time, buckets)
         scores = query @ key.transpose(2, 3)
-        bias = (self.by_distance[apart] + by_time)[:, None].to(scores.dtype)
+        bias = (cast(Any, LookedUp).apply(self.by_distance, apart) + by_time)[:, None].to(scores.dtype)
         weights = functional.silu(scores + bias) / self.max_length
         attended = (weights * mask[:, None]) @ content
         changed: Tensor = self.output(self.output_norm(attended.transpose(1, 2).flatten(2)) * gate)

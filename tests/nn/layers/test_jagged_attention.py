@@ -219,6 +219,38 @@ def test_kernels_give_the_same_to_the_bit_each_time() -> None:
         assert torch.equal(one, second[name]), name
 
 
+@kernels
+@pytest.mark.parametrize("shape", [(16, 32), (64, 32), (48, 16)])
+def test_sums_by_distance_are_those_of_tiles_in_place(shape: tuple[int, int]) -> None:
+    from monolith.nn.layers.jagged_kernels import sums_by_distance
+
+    rows, keys = shape
+    tiles = torch.randn(4, rows, keys, dtype=torch.float64)
+    expected = torch.zeros(200, dtype=torch.float64)
+    for diagonal in range(4):
+        behind = (diagonal + 1) * keys - rows
+        for i in range(rows):
+            for j in range(keys):
+                if 0 <= behind + i - j < 200:
+                    expected[behind + i - j] += tiles[diagonal, i, j]
+    torch.testing.assert_close(sums_by_distance(tiles, 200)[: 4 * keys], expected[: 4 * keys])
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(16, 32), (32, 16)])
+def test_blocks_of_biases_may_have_any_shape(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from monolith.nn.layers import jagged_kernels
+
+    blocks = jagged_kernels.Blocks(*shape, 4, 1)
+    monkeypatch.setitem(jagged_kernels._FLOAT32["bias"], 64, blocks)
+    inputs = Inputs.of(CASES["both biases"])
+    right = inputs.in_float64()
+    expected = hstu_by_torch(right)
+    weights = torch.randn(expected.shape).double()
+    found = results(inputs, hstu_by_kernels(inputs), weights)
+    assert_near(found, results(right, expected, weights), TOLERANCES[torch.float32])
+
+
 def bucket_of(gap: int) -> int:
     """Return the bucket of a gap, by Python's integers and float64."""
     (rounded,) = struct.unpack("f", struct.pack("f", max(gap, 1)))  # to float32

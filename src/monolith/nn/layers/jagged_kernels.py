@@ -48,10 +48,10 @@ _DIAGONAL_COUNTS = ("sequences", "heads", "shares", "stripes")
 
 @triton.jit(do_not_specialize=("sequences", "row"))
 def _split_times(times, asked, parts, splits, sequences, row, BLOCK: tl.constexpr):
-    """Write times since the first step of each sequence as sums of two floats, a multiple of 2^24 and the rest.
+    """Write times since the first step of each sequence as two floats: a multiple of 2^24, and the rest.
 
-    `parts` has both of the times at which steps are asked for, and `row` floats behind them those at which
-    they happened. They are exact up to 2^47 seconds. So the difference of two such times is rounded once, as an integer is
+    `parts` has those at which steps are asked for, and `row` floats behind them those at which they happened.
+    Up to 2^47 seconds they are exact. So the difference of two such times is rounded once, as an integer is
     that becomes a float, and takes three additions: a GPU converts integers at a fraction of its speed.
     """
     item = tl.program_id(0)
@@ -483,7 +483,9 @@ def _bias_gradient(
             of_scores = tl.where(apart >= 0, of_scores, 0.0)
             total += of_scores
             if TIMED:
-                bits = _gap_bits(asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :])
+                bits = _gap_bits(
+                    asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :]
+                )
                 buckets = _looked_up(buckets_of - _FIRST_BITS, bits, COMPILED)
                 first = tl.min(tl.min(buckets, 1), 0).to(tl.int32)
                 last = tl.max(tl.max(buckets, 1), 0).to(tl.int32)
@@ -712,8 +714,8 @@ class _Bias:
     """What kernels read to find the bias of a pair; absent tensors are never read."""
 
     tensors: tuple[Tensor | int, ...]
-    """Row splits, the biases by distance and by the upper bits of gaps, times as `_split_times` writes them, and
-    the floats of either of those."""
+    """Row splits, the biases by distance and by the upper bits of gaps, and `parts` and `row` as of
+    `_split_times`."""
     table: Tensor
     """As `JaggedSteps.buckets`."""
     far: bool
@@ -913,8 +915,8 @@ def _bias_gradients(launch: _Launch, inputs: tuple[Tensor, ...], bias: _Bias) ->
     tiles = inputs[0].new_empty((diagonals, shares, rows, keys), dtype=torch.float32)
     sums = inputs[0].new_empty((diagonals, shares, padded), dtype=torch.float32)
     _bias_gradient[(diagonals * shares,)](
-        *inputs, tiles, sums, bias.table.float(), *bias.tensors, *_strides(*inputs), launch.sequences, launch.heads,
-        shares, stripes, **launch.silu_constants(blocks, bias), BUCKETS_PADDED=padded,
+        *inputs, tiles, sums, bias.table.float(), *bias.tensors, *_strides(*inputs), launch.sequences,
+        launch.heads, shares, stripes, **launch.silu_constants(blocks, bias), BUCKETS_PADDED=padded,
     )  # fmt: skip
     by_distance = sums_by_distance(tiles.sum(1), launch.max_length)
     return by_distance, (sums.sum((0, 1)) if bias.buckets else sums.new_zeros(padded))[: bias.buckets]
