@@ -6,6 +6,11 @@ and everything that a kernel computes twice count for nothing.
 
 On a GPU, first for sequences of equal length, then for drawn lengths: log-normal ones up to 4,096, of which
 most are short, and those of MovieLens-1M, cut at 200. On the CPU only the latter.
+
+Padded attention is plain torch on a batch padded to its longest sequence. What it may know before it attends
+is found before the clock starts: where steps are, and the buckets of all pairs, of which ours finds each in
+every kernel. The gradient of its table by time is a histogram (`torch.bincount`); the one that torch derives
+from indexing adds all pairs to 128 places one after another.
 """
 
 from __future__ import annotations
@@ -22,15 +27,18 @@ from torch.nn import functional
 from monolith.errors import ConfigError
 from monolith.nn.layers.jagged_attention import (
     PairBias,
+    gap_buckets,
     hstu_attention,
     positions_of,
     sequence_of,
-    time_bounds,
 )
 from monolith_bench.options import BenchAttentionOptions
+from monolith_bench.plain_hstu import LookedUp
 from monolith_bench.report import Report
 
 BUCKETS = 128
+_LONGEST_S = 4.0
+"""Once a contender has worked for so long, the rounds go on without it."""
 Attend = Callable[["AttentionInputs"], Tensor]
 
 
@@ -91,17 +99,28 @@ def jagged(inputs: AttentionInputs) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Padding:
-    """Where steps are among padded sequences; found once, as a model with padded batches has it."""
+    """Where steps are among padded sequences, and what pairs of them have in common; found once a batch."""
 
     sequence: Tensor
     position: Tensor
     shape: tuple[int, int]
+    apart: Tensor
+    """int64 of shape (longest, longest): the steps between a query and a key, 0 above the diagonal."""
+    buckets: Tensor | None = None
+    """int64 of shape (sequences, longest, longest): of time gaps."""
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> Padding:
-        n, splits = len(inputs.query), inputs.row_splits
+        n, splits, bias = len(inputs.query), inputs.row_splits, inputs.bias
         shape = (len(inputs.lengths), inputs.longest)
-        return cls(sequence_of(splits, n), positions_of(splits, n), shape)
+        steps = torch.arange(inputs.longest, device=splits.device)
+        apart = (steps[:, None] - steps).clamp(min=0)
+        padding = cls(sequence_of(splits, n), positions_of(splits, n), shape, apart)
+        if bias.by_time is None or bias.times is None or bias.asked is None:
+            return padding
+        times, asked = padding.pad(bias.times), padding.pad(bias.asked)
+        found = [gap_buckets(one[:, None] - other, BUCKETS) for one, other in zip(asked, times, strict=True)]
+        return replace(padding, buckets=torch.stack(found))
 
     def pad(self, steps: Tensor) -> Tensor:
         """Return shape (sequences, heads, longest, width), of steps of shape (n, heads, width)."""
@@ -117,11 +136,7 @@ def silu_padded(inputs: AttentionInputs, padding: Padding, math: Callable[..., T
     """Attend as `hstu_attention` does, to sequences that are padded to the longest."""
     bias = inputs.bias
     query, key, content = (padding.pad(one) for one in (inputs.query, inputs.key, inputs.content))
-    gaps, bounds = None, None
-    if bias.by_time is not None and bias.times is not None and bias.asked is not None:
-        gaps = padding.pad(bias.asked)[:, :, None] - padding.pad(bias.times)[:, None, :]
-        bounds = time_bounds(BUCKETS, gaps.device)[1:-1]
-    return padding.unpad(math(query, key, content, bias.by_distance, bias.by_time, gaps, bounds))
+    return padding.unpad(math(query, key, content, bias.by_distance, bias.by_time, padding))
 
 
 def silu_attention(
@@ -130,15 +145,20 @@ def silu_attention(
     content: Tensor,
     by_distance: Tensor,
     by_time: Tensor | None,
-    gaps: Tensor | None,
-    bounds: Tensor | None,
+    padding: Padding,
+    look: Callable[[Tensor, Tensor], Tensor] = LookedUp.apply,
 ) -> Tensor:
     """Return what padded sequences attend to, of shape (sequences, heads, longest, width)."""
-    steps = torch.arange(query.shape[2], device=query.device)
-    scores = query @ key.transpose(2, 3) + by_distance[(steps[:, None] - steps).clamp(min=0)].to(query.dtype)
-    if by_time is not None and gaps is not None and bounds is not None:
-        scores = scores + by_time.to(query.dtype)[torch.bucketize(gaps, bounds, right=True)][:, None]
-    return torch.tril(functional.silu(scores) / query.shape[2]) @ content
+    bias = look(by_distance.to(query.dtype), padding.apart)
+    if by_time is not None and padding.buckets is not None:
+        bias = bias + look(by_time.to(query.dtype), padding.buckets)[:, None]
+    weights = torch.tril(functional.silu(query @ key.transpose(2, 3) + bias))
+    return weights @ (content / query.shape[2])
+
+
+def indexed(table: Tensor, index: Tensor) -> Tensor:
+    """Return `table[index]`, as torch.compile can make a kernel of it."""
+    return table.index_select(0, index.flatten()).view(index.shape)
 
 
 def softmax_padded(inputs: AttentionInputs, padding: Padding) -> Tensor:
@@ -161,24 +181,31 @@ def seconds_of(runs: Mapping[str, Callable[[], object]], options: BenchAttention
     """Return the best time of a call of each; they take turns."""
     on_gpu = options.device == "cuda"
     best = dict.fromkeys(runs, float("inf"))
+    worked = dict.fromkeys(runs, 0.0)
 
-    def timed(run: Callable[[], object], calls: int) -> float:
+    def timed(name: str, calls: int) -> float:
         begun = time.perf_counter()
         for _ in range(calls):
-            run()
+            runs[name]()
         if on_gpu:
             torch.cuda.synchronize()
-        return time.perf_counter() - begun
+        passed = time.perf_counter() - begun
+        worked[name] += passed
+        return passed
 
-    for run in runs.values():  # compiles kernels
-        timed(run, 1)
+    for name in runs:  # compiles kernels
+        timed(name, 1)
+        worked[name] = 0.0
     for _ in range(options.repeats):
-        for name, run in runs.items():
-            # A GPU is behind its host: several calls before it is waited for, unless they take long.
-            calls = 5 if on_gpu and timed(run, 1) < options.seconds / 5 else 1
-            passed = count = 0.0
-            while passed < options.seconds or not count:
-                passed, count = passed + timed(run, calls), count + calls
+        for name in runs:
+            if worked[name] > _LONGEST_S:
+                continue
+            passed, count = timed(name, 1), 1
+            if passed < options.seconds / 5:
+                # A GPU is behind its host: several calls before it is waited for, unless they take long.
+                passed, count = 0.0, 0
+                while passed < options.seconds:
+                    passed, count = passed + timed(name, 5), count + 5
             best[name] = min(best[name], passed / count)
     return best
 
@@ -215,6 +242,20 @@ def measure_equal_lengths(report: Report, options: BenchAttentionOptions, device
     report.show(f"Jagged HSTU attention, {options.heads} heads of {options.width}, bfloat16")
 
 
+def why_not(attend: Attend, inputs: AttentionInputs) -> str:
+    """Try a contender; return why it cannot work here, or nothing."""
+    try:
+        forward_and_backward(attend, inputs)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return "it needs more memory than the device has"
+    except Exception as error:  # whatever the compiler raises
+        if attend is jagged:
+            raise
+        return f"{error!s:.200}"
+    return ""
+
+
 def measure_drawn_lengths(report: Report, options: BenchAttentionOptions, device: torch.device) -> None:
     """Compare jagged with padded attention."""
     on_gpu = device.type == "cuda"
@@ -238,18 +279,16 @@ def measure_drawn_lengths(report: Report, options: BenchAttentionOptions, device
             "padded softmax": partial(softmax_padded, padding=padding),
         }
         if options.compile and compiles:
-            compiled = partial(
-                silu_padded, padding=padding, math=torch.compile(silu_attention, dynamic=False)
-            )
-            report.say("compiling padded attention")
-            try:
-                forward_and_backward(compiled, inputs)
-            except Exception as error:  # whatever the compiler raises
-                report.say(f"padded attention cannot be compiled here: {str(error)[:200]}")
-            else:
-                ways["padded, compiled"] = compiled
+            made = torch.compile(partial(silu_attention, look=indexed), dynamic=False)
+            ways["padded, compiled"] = partial(silu_padded, padding=padding, math=made)
+        for name in [*ways]:
+            if why := why_not(ways[name], inputs):
+                report.say(f"{name} cannot be measured: {why}")
+                del ways[name]
         share = float(lengths.float().mean() / lengths.max())
-        report.say(f"lengths {said}: {len(lengths)} sequences, {share:.0%} of padded steps are real")
+        pairs = inputs.flops(1) / (2 * heads * width * len(lengths) * inputs.longest**2)
+        real = f"{share:.0%} of padded steps and {pairs:.0%} of pairs count"
+        report.say(f"lengths {said}: {len(lengths)} sequences; {real}")
         for words, call in (("forward", forward), ("forward and backward", forward_and_backward)):
             times = seconds_of({name: partial(call, way, inputs) for name, way in ways.items()}, options)
             rates = {name: len(inputs.query) / passed for name, passed in times.items()}

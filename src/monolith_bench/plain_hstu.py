@@ -13,16 +13,18 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from monolith.data.records import Records
+from monolith.nn.layers.jagged_attention import gap_buckets
 from monolith.nn.layers.transducers import LAYER_NORM_EPSILON
 from monolith_bench.listening import LABEL, STEPS, TABLES
 
-_TIME_BUCKETS, _PER_BUCKET = 128, 0.301
+_TIME_BUCKETS = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +67,25 @@ class PaddedBatch:
         return len(self.labels)
 
 
+class LookedUp(torch.autograd.Function):
+    """`table[index]`, with a gradient by histogram.
+
+    The one that torch derives adds all pairs of steps to the places of the table one after another.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.size, ctx.dtype = len(table), table.dtype
+        return table[index]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        found = torch.bincount(index.flatten(), gradient.flatten().float(), ctx.size)
+        return found.to(ctx.dtype), None
+
+
 class PlainLayer(nn.Module):
     """A layer of HSTU over padded sequences."""
 
@@ -86,10 +107,9 @@ class PlainLayer(nn.Module):
         content, query, key = (
             one.view(*one.shape[:2], self.heads, -1).transpose(1, 2) for one in (content, query, key)
         )
-        # index_select: its gradient is added up by atomic operations, that of [] is sorted first.
-        by_time = self.by_time.index_select(0, buckets.flatten()).view(buckets.shape)
+        by_time = cast(Any, LookedUp).apply(self.by_time, buckets)
         scores = query @ key.transpose(2, 3)
-        bias = (self.by_distance[apart] + by_time)[:, None].to(scores.dtype)
+        bias = (cast(Any, LookedUp).apply(self.by_distance, apart) + by_time)[:, None].to(scores.dtype)
         weights = functional.silu(scores + bias) / self.max_length
         attended = (weights * mask[:, None]) @ content
         changed: Tensor = self.output(self.output_norm(attended.transpose(1, 2).flatten(2)) * gate)
@@ -134,9 +154,8 @@ class PlainHSTU(nn.Module):
         numbers = torch.arange(steps.shape[1], device=steps.device)
         apart = (numbers[:, None] - numbers).clamp(min=0)
         mask = torch.tril(batch.real[:, None, :].expand(-1, steps.shape[1], -1))
-        gaps = (batch.times[:, :, None] - batch.times[:, None, :]).clamp(min=1)
-        # Once for all layers, and in double precision as ours: a gap may be at the edge of a bucket.
-        buckets = (gaps.double().log_() / _PER_BUCKET).long().clamp(max=_TIME_BUCKETS - 1)
+        # Once for all layers.
+        buckets = gap_buckets(batch.times[:, :, None] - batch.times[:, None, :], _TIME_BUCKETS)
         for layer in self.layers:
             steps = layer(steps, mask, apart, buckets)
         # An example has no action: it is what is to be predicted.

@@ -443,16 +443,21 @@ def _plain_pace(plan: StreamPlan, log: ListeningLog, day: int, size: int) -> Pac
         trainer = PlainTrainer(plain_model(plan, log), device, half=plan.device == "cuda")
     ranges = [(first + n * size, first + (n + 1) * size) for n in range(plan.window)]
     batches = [PaddedBatch.of(log.records(*one), device) for one in ranges]
-    for batch in batches[:2]:
-        trainer.step(batch)
-    best, rounds = math.inf, 0
-    began = window = time.perf_counter()
-    while rounds < 3 or time.perf_counter() - began < plan.baseline_seconds:
-        for batch in batches:
+
+    def seconds(some: list[PaddedBatch]) -> float:
+        _settle(device)
+        began = time.perf_counter()
+        for batch in some:
             trainer.step(batch)
         _settle(device)
-        window, before = time.perf_counter(), window
-        best, rounds = min(best, window - before), rounds + 1
+        return time.perf_counter() - began
+
+    seconds(batches[:1])
+    # A step of long histories may take seconds: then a round has fewer of them, and there are fewer rounds.
+    batches = batches[: max(1, int(plan.baseline_seconds / seconds(batches[:1])))]
+    best, end = math.inf, time.perf_counter() + plan.baseline_seconds
+    while best == math.inf or time.perf_counter() < end:
+        best = min(best, seconds(batches))
     return Pace.of(plan, log.lengths(first, first + len(batches) * size), best)
 
 

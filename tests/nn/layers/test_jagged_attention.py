@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,11 +24,12 @@ from monolith.nn.layers.jagged_attention import (
     BUCKET_WIDTH,
     SHORT,
     PairBias,
+    bucket_table,
+    gap_buckets,
     hstu_attention,
     length_groups,
     positions_of,
     softmax_attention,
-    time_bounds,
 )
 
 ON_GPU = torch.cuda.is_available()
@@ -163,8 +165,8 @@ def hstu_by_kernels(inputs: Inputs) -> Tensor:
     bias = inputs.bias
     steps = JaggedSteps(inputs.row_splits, inputs.max_length)
     if bias.by_time is not None:
-        bounds = time_bounds(len(bias.by_time), DEVICE)
-        steps = replace(steps, bounds=bounds, times=bias.times, asked=bias.asked)
+        table = bucket_table(len(bias.by_time), DEVICE)
+        steps = replace(steps, buckets=table, times=bias.times, asked=bias.asked)
     parts = (inputs.query, inputs.key, inputs.content)
     result: Tensor = JaggedSilu.apply(*parts, bias.by_distance, bias.by_time, steps)
     return result
@@ -217,18 +219,72 @@ def test_kernels_give_the_same_to_the_bit_each_time() -> None:
         assert torch.equal(one, second[name]), name
 
 
+@kernels
+@pytest.mark.parametrize("shape", [(16, 32), (64, 32), (48, 16)])
+def test_sums_by_distance_are_those_of_tiles_in_place(shape: tuple[int, int]) -> None:
+    from monolith.nn.layers.jagged_kernels import sums_by_distance
+
+    rows, keys = shape
+    tiles = torch.randn(4, rows, keys, dtype=torch.float64)
+    expected = torch.zeros(200, dtype=torch.float64)
+    for diagonal in range(4):
+        behind = (diagonal + 1) * keys - rows
+        for i in range(rows):
+            for j in range(keys):
+                if 0 <= behind + i - j < 200:
+                    expected[behind + i - j] += tiles[diagonal, i, j]
+    torch.testing.assert_close(sums_by_distance(tiles, 200)[: 4 * keys], expected[: 4 * keys])
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(16, 32), (32, 16)])
+def test_blocks_of_biases_may_have_any_shape(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from monolith.nn.layers import jagged_kernels
+
+    blocks = jagged_kernels.Blocks(*shape, 4, 1)
+    monkeypatch.setitem(jagged_kernels._FLOAT32["bias"], 64, blocks)
+    inputs = Inputs.of(CASES["both biases"])
+    right = inputs.in_float64()
+    expected = hstu_by_torch(right)
+    weights = torch.randn(expected.shape).double()
+    found = results(inputs, hstu_by_kernels(inputs), weights)
+    assert_near(found, results(right, expected, weights), TOLERANCES[torch.float32])
+
+
+def bucket_of(gap: int) -> int:
+    """Return the bucket of a gap, by Python's integers and float64."""
+    (rounded,) = struct.unpack("f", struct.pack("f", max(gap, 1)))  # to float32
+    whole = int(rounded)
+    extra = max(whole.bit_length() - 7, 0)
+    return int(math.log(whole >> extra << extra) / BUCKET_WIDTH)
+
+
 def gaps_at_bounds() -> Tensor:
-    bounds = time_bounds(160, torch.device("cpu"))
-    bounds = bounds[bounds < 2**62]
-    return torch.cat([bounds - 1, bounds, bounds + 1, torch.tensor([-(2**40), -1])])
+    """Return gaps around each bound of a bucket, and around the next number of seven bits."""
+    gaps = [-(2**40), -1, 0, 2**24 + 1, 2**24 + 3, 2**47]
+    for bucket in range(int(math.log(2**47) / BUCKET_WIDTH)):
+        bound = math.ceil(math.exp(bucket * BUCKET_WIDTH))
+        apart = 1 << max(bound.bit_length() - 7, 0)
+        nearest = math.ceil(bound / apart) * apart
+        gaps += [edge + by for edge in (bound, nearest) for by in (-(edge >> 25) - 1, -1, 0, 1)]
+    return torch.tensor(gaps)
 
 
-def test_time_buckets_are_logarithms() -> None:
+def test_time_buckets_are_logarithms_of_seven_bits() -> None:
     gaps = gaps_at_bounds()
-    gaps = gaps[gaps < 2**53]  # as far as float64 has all integers
-    expected = [int(math.log(max(gap, 1)) / BUCKET_WIDTH) for gap in gaps.tolist()]
-    found = torch.bucketize(gaps, time_bounds(160, torch.device("cpu"))[1:-1], right=True)
-    assert found.tolist() == expected
+    assert gap_buckets(gaps, 160).tolist() == [bucket_of(gap) for gap in gaps.tolist()]
+    small = torch.arange(1, 129)
+    exact = [int(math.log(gap) / BUCKET_WIDTH) for gap in small.tolist()]
+    assert gap_buckets(small, 160).tolist() == exact
+    assert gap_buckets(torch.tensor([2**62, 100]), 5).tolist() == [4, 4]
+
+
+def test_no_logarithm_is_so_close_to_a_bound_that_rounding_matters() -> None:
+    bits = (torch.arange(65 << 6, dtype=torch.int32) + (127 << 6)) << 17
+    logarithms = bits.view(torch.float32).double().log()[1:] / BUCKET_WIDTH
+    assert float((logarithms - logarithms.round()).abs().min()) > 5e-5  # float32 is off by 1e-5 at most
+    table = bucket_table(160, torch.device("cpu"))[1:]
+    assert torch.equal(table, logarithms.int())
 
 
 @pytest.mark.parametrize("attend", [hstu_by_torch, pytest.param(hstu_by_kernels, marks=kernels)])
@@ -240,11 +296,29 @@ def test_each_gap_is_in_its_bucket(attend: Any, buckets: int) -> None:
     zeros, ones = torch.zeros(len(gaps), 1, 1, device=device), torch.ones(len(gaps), 1, 1, device=device)
     splits = torch.arange(len(gaps) + 1, device=device)
     by_time = torch.arange(buckets, device=device) / 10
-    bias = PairBias(None, by_time, torch.zeros_like(splits[1:]), gaps.to(device))
+    times = torch.randint(-(10**15), 10**15, (len(gaps),))
+    bias = PairBias(None, by_time, times.to(device), (times + gaps).to(device))
     found = attend(Inputs(zeros, zeros, ones, splits, 1, bias)).flatten().cpu()
-    bounds = time_bounds(buckets, torch.device("cpu"))[1:-1].tolist()
-    expected = torch.tensor([sum(gap >= bound for bound in bounds) for gap in gaps.tolist()]) / 10
+    expected = torch.tensor([min(bucket_of(gap), buckets - 1) for gap in gaps.tolist()]) / 10
     torch.testing.assert_close(found, torch.nn.functional.silu(expected))
+
+
+@kernels
+def test_a_gap_between_steps_is_rounded_once() -> None:
+    """A sum of two floats is what a gap of whole numbers is next to a bound, far from the first step, too."""
+    gaps = gaps_at_bounds().clamp(min=0)
+    begin = torch.randint(0, 2**46, (len(gaps),))
+    times = torch.stack([torch.zeros_like(begin), begin, begin + gaps], 1).flatten()
+    n = len(times)
+    splits = torch.arange(0, n + 1, 3)
+    query = torch.zeros(n, 1, 1)
+    content = torch.tensor([0.0, 1.0, 0.0]).repeat(len(gaps))[:, None, None]  # the last step sees the second
+    bias = PairBias(None, torch.arange(160) / 10, times, times)
+    moved = replace(bias, **{k: getattr(bias, k).to(DEVICE) for k in ("by_time", "times", "asked")})
+    parts = (one.to(DEVICE) for one in (query, query, content, splits))
+    found = hstu_by_kernels(Inputs(*parts, 3, moved))[2::3].flatten().cpu()
+    expected = torch.nn.functional.silu(gap_buckets(gaps, 160) / 10) / 3
+    torch.testing.assert_close(found, expected)
 
 
 @kernels

@@ -38,6 +38,10 @@ SHORT = 8
 """Sequences up to this length may be in one group."""
 BUCKET_WIDTH = 0.301
 """Buckets of time gaps are this wide, by the natural logarithm: each ends at 1.35 times the one before."""
+GAP_BIT_SHIFT = 17
+"""Bits of a gap's float32 that do not count: of 23 bits behind the first significant one, 6 do."""
+GAP_FIRST_BITS = 127 << (23 - GAP_BIT_SHIFT)
+"""The bits of 1.0 that count."""
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST_HEAD = 256
 """The widest head that kernels take."""
@@ -50,7 +54,7 @@ class PairBias:
     by_distance: Tensor | None = None
     """float of shape (max_length,): by how many steps lie between them."""
     by_time: Tensor | None = None
-    """float of shape (buckets,): by the bucket of their time gap; see `time_bounds`."""
+    """float of shape (buckets,): by the bucket of their time gap; see `gap_buckets`."""
     times: Tensor | None = None
     """int64 of shape (n,): when each step happened. Needed with `by_time`."""
     asked: Tensor | None = None
@@ -90,9 +94,9 @@ def hstu_attention(
         if bias.by_time is not None:
             assert bias.times is not None
             assert bias.asked is not None
-            bounds = time_bounds(len(bias.by_time), query.device)
+            table = bucket_table(len(bias.by_time), query.device)
             times, asked = bias.times.to(query.device), bias.asked.to(query.device)
-            steps = JaggedSteps(steps.row_splits, max_length, bounds, times, asked)
+            steps = JaggedSteps(steps.row_splits, max_length, table, times, asked)
         result: Tensor = cast(Any, JaggedSilu).apply(
             query, key, content, bias.by_distance, bias.by_time, steps
         )
@@ -100,7 +104,7 @@ def hstu_attention(
 
     def attend(group: LengthGroup) -> Tensor:
         scores = group.heads_of(query) @ group.heads_of(key).transpose(2, 3)
-        for part in _biases(bias, group, max_length, exported=numbers is not None):
+        for part in _biases(bias, group, max_length):
             scores = scores + part
         weights = torch.tril(functional.silu(scores) / max_length)
         return (weights @ group.heads_of(content)).transpose(1, 2)
@@ -158,34 +162,41 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-@lru_cache
-def time_bounds(buckets: int, device: torch.device) -> Tensor:
-    """Return where buckets of time gaps begin, and one bound that no gap reaches: int64 of (buckets + 1,).
+def gap_buckets(gaps: Tensor, buckets: int) -> Tensor:
+    """Return the bucket of each gap, int64, by its logarithm.
 
-    Bucket b has the gaps of which the natural logarithm, divided by `BUCKET_WIDTH` and rounded down, is b;
-    gaps below 1 are in the first bucket, and the last one has no end. Integers make this exact everywhere.
+    Seven significant bits of a gap count, rounded down: its float32 with the lower bits cleared. The natural
+    logarithm of that, divided by `BUCKET_WIDTH` and rounded down, is the bucket. Gaps below 1 are in the
+    first bucket, and the last one has no end.
+
+        gaps       1   2   100   127   3600   3616
+        kept       1   2   100   127   3584   3616
+        buckets    0   2    15    16     27     27
+
+    So the upper bits of a float say the bucket, with no bound to compare the gap with. No kept number is so
+    close to a bound that the error of a logarithm would matter: results are the same everywhere.
+
+    Args:
+        gaps: int64, of any shape.
     """
-    unreachable = 2**62
-    bounds = [-unreachable]
-    for bucket in range(1, buckets):
-        bound = math.ceil(math.exp(min(bucket * BUCKET_WIDTH, 44.0)))
-        # A float is off by a few units in the last place.
-        while bound < unreachable and math.log(bound) / BUCKET_WIDTH < bucket:
-            bound += 1
-        while bound < unreachable and math.log(bound - 1) / BUCKET_WIDTH >= bucket:
-            bound -= 1
-        bounds.append(min(bound, unreachable))
-    made = torch.tensor([*bounds, unreachable])
+    bits = gaps.clamp(min=1).to(torch.float32).view(torch.int32)
+    kept = (bits & -(1 << GAP_BIT_SHIFT)).view(torch.float32)
+    return (kept.log() / BUCKET_WIDTH).long().clamp(max=buckets - 1)
+
+
+@lru_cache
+def bucket_table(buckets: int, device: torch.device) -> Tensor:
+    """Return the buckets of all gaps from 1 to 2^65 by the upper bits of their floats, int32.
+
+    The first entry is that of the bits `GAP_FIRST_BITS`, which gaps of 1 have.
+    """
+    bits = torch.arange(65 << (23 - GAP_BIT_SHIFT), dtype=torch.int32) + GAP_FIRST_BITS
+    made = gap_buckets((bits << GAP_BIT_SHIFT).view(torch.float32), buckets).int()
     # A copy from pinned memory is the only one for which the host does not wait.
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
-def gap_buckets(gaps: Tensor, buckets: int) -> Tensor:
-    """Return the bucket of each gap, in seconds, by its logarithm: the same as by `time_bounds`."""
-    return (gaps.clamp(min=1).to(torch.float64).log() / BUCKET_WIDTH).long().clamp(max=buckets - 1)
-
-
-def _biases(bias: PairBias, group: LengthGroup, max_length: int, *, exported: bool) -> Iterator[Tensor]:
+def _biases(bias: PairBias, group: LengthGroup, max_length: int) -> Iterator[Tensor]:
     """Yield what is added to scores, of shapes (sequences or 1, 1, length, length)."""
     if bias.by_distance is not None:
         steps = torch.arange(group.places.shape[1], device=group.places.device)
@@ -194,13 +205,8 @@ def _biases(bias: PairBias, group: LengthGroup, max_length: int, *, exported: bo
     if bias.by_time is not None:
         assert bias.times is not None
         assert bias.asked is not None
-        last = len(bias.by_time) - 1
         gaps = bias.asked[group.places][:, :, None] - bias.times[group.places][:, None, :]
-        if exported:  # a table of bounds would be one more input of the graph
-            buckets = gap_buckets(gaps, last + 1)
-        else:
-            buckets = torch.bucketize(gaps, time_bounds(last + 1, gaps.device)[1:-1], right=True)
-        yield bias.by_time[buckets][:, None]
+        yield bias.by_time[gap_buckets(gaps, len(bias.by_time))][:, None]
 
 
 @dataclass(frozen=True, slots=True)

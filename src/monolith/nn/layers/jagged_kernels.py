@@ -32,49 +32,95 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from monolith.nn.layers.jagged_attention import GAP_BIT_SHIFT, GAP_FIRST_BITS
+
+_COMPILED = not triton.knobs.runtime.interpret
+"""The interpreter knows no assembler."""
+
 # fmt: off
-LOG2_TO_BUCKET = tl.constexpr(0.6931471805599453 / 0.301)
 LOG2_E = tl.constexpr(1.4426950408889634)
+_BIT_SHIFT = tl.constexpr(GAP_BIT_SHIFT)
+_FIRST_BITS = tl.constexpr(GAP_FIRST_BITS)
 _COUNTS = ("sequences", "heads", "blocks")
-_DIAGONAL_COUNTS = ("pairs", "heads", "shares")
+_DIAGONAL_COUNTS = ("sequences", "heads", "shares", "stripes")
 """Triton would compile a kernel again for counts that are 1 or a multiple of 16."""
 
 
-@triton.jit
-def _bucket_near(gap, buckets, slack: tl.constexpr):
-    """Return the time bucket of a gap, or a neighbour if it is within `slack` of a bucket from that."""
-    found = tl.log2(tl.maximum(gap, 1).to(tl.float32)) * LOG2_TO_BUCKET + slack
-    return tl.minimum(tl.maximum(found.to(tl.int32), 0), buckets - 1)
+@triton.jit(do_not_specialize=("sequences", "row"))
+def _split_times(times, asked, parts, splits, sequences, row, BLOCK: tl.constexpr):
+    """Write times since the first step of each sequence as two floats: a multiple of 2^24, and the rest.
+
+    `parts` has those at which steps are asked for, and `row` floats behind them those at which they happened.
+    Up to 2^47 seconds they are exact. So the difference of two such times is rounded once, as an integer is
+    that becomes a float, and takes three additions: a GPU converts integers at a fraction of its speed.
+    """
+    item = tl.program_id(0)
+    begin = tl.load(splits + item % sequences)
+    length = (tl.load(splits + item % sequences + 1) - begin).to(tl.int32)
+    steps = item // sequences * BLOCK + tl.arange(0, BLOCK)
+    inside = steps < length
+    first = tl.load(times + begin, mask=length > 0, other=0)
+    seen = tl.load(times + begin + steps, mask=inside, other=0) - first
+    after = tl.load(asked + begin + steps, mask=inside, other=0) - first
+    parts += 2 * (begin + steps)
+    tl.store(parts, (after >> 24).to(tl.float32) * 16777216.0, mask=inside)
+    tl.store(parts + 1, (after & 16777215).to(tl.float32), mask=inside)
+    tl.store(parts + row, (seen >> 24).to(tl.float32) * 16777216.0, mask=inside)
+    tl.store(parts + row + 1, (seen & 16777215).to(tl.float32), mask=inside)
 
 
 @triton.jit
-def _biased(
-    scores, apart, asked_at, seen, by_distance, by_time, bounds, buckets,
-    FAR: tl.constexpr, TIMED: tl.constexpr, FLIPPED: tl.constexpr,
+def _looked_up(table, index, COMPILED: tl.constexpr):
+    """Return floats of a small table, one for each index.
+
+    Triton would load a tile in an order of its own and exchange it between threads through shared memory.
+    By assembler, each thread loads what it computes with.
+    """
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 at; mad.wide.s32 at, $2, 4, $1; ld.global.nc.f32 $0, [at]; }", "=f,l,r",
+            [table.to(tl.int64), index], tl.float32, True, 1
+        )
+    return tl.load(table + index)
+
+
+@triton.jit
+def _time_of(parts, steps, COMPILED: tl.constexpr):
+    """Return both floats of the times of steps."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 at; mad.wide.s32 at, $3, 8, $2; ld.global.nc.v2.f32 {$0, $1}, [at]; }", "=f,=f,l,r",
+            [parts.to(tl.int64), steps], (tl.float32, tl.float32), True, 1
+        )
+    return tl.load(parts + 2 * steps), tl.load(parts + 2 * steps + 1)
+
+
+@triton.jit
+def _gap_bits(asked_high, asked_low, seen_high, seen_low):
+    """Return the upper bits of gaps: what tables have an entry for, from `_FIRST_BITS` on."""
+    gaps = (asked_high - seen_high) + (asked_low - seen_low)
+    return tl.maximum(gaps, 1.0).to(tl.int32, bitcast=True) >> _BIT_SHIFT
+
+
+@triton.jit
+def _bias_of(
+    apart, asked_high, asked_low, seen_high, seen_low, by_distance, by_time,
+    FAR: tl.constexpr, TIMED: tl.constexpr, COMPILED: tl.constexpr,
 ):
-    """Return scores with the biases of pairs that are `apart` steps from each other.
+    """Return the biases of pairs that are `apart` steps from each other.
 
     `by_distance` has room on both sides, since a block reaches above the diagonal and beyond `max_length`.
-
-    The gaps of a block of pairs are in few buckets, one or two if it is far from the diagonal: going through
-    them takes less time than to find the bucket of each pair, and a table of integers makes it exact.
     """
-    if FAR:
-        scores += tl.load(by_distance + apart)
     if TIMED:
-        # The logarithm is off by far less than 1/1000 of a bucket.
-        first = _bucket_near(tl.min(asked_at, 0) - tl.max(seen, 0), buckets, -0.001)
-        last = _bucket_near(tl.max(asked_at, 0) - tl.min(seen, 0), buckets, 0.001)
-        bias = tl.zeros_like(scores) + tl.load(by_time + first)
-        if last > first:
-            for bucket in range(first + 1, last + 1):
-                reached = asked_at - tl.load(bounds + bucket)
-                if FLIPPED:
-                    bias = tl.where(reached[None, :] >= seen[:, None], tl.load(by_time + bucket), bias)
-                else:
-                    bias = tl.where(reached[:, None] >= seen[None, :], tl.load(by_time + bucket), bias)
-        scores += bias
-    return scores
+        bits = _gap_bits(asked_high, asked_low, seen_high, seen_low)
+        bias = _looked_up(by_time - _FIRST_BITS, bits, COMPILED)
+        if FAR:
+            bias += _looked_up(by_distance, apart, COMPILED)
+    elif FAR:
+        bias = _looked_up(by_distance, apart, COMPILED)
+    else:
+        bias = 0.0
+    return bias
 
 
 @triton.jit
@@ -106,6 +152,16 @@ def _load(
 
 
 @triton.jit
+def _load_from_first(base, rows, columns, stride, length, WIDTH: tl.constexpr):
+    """Return rows of a head, with zeros beyond its width, before the sequence and behind it."""
+    inside = (rows >= 0) & (rows < length)
+    return tl.load(
+        base + rows[:, None] * stride + columns[None, :],
+        mask=inside[:, None] & (columns[None, :] < WIDTH), other=0.0,
+    )
+
+
+@triton.jit
 def _store(base, values, rows, columns, stride, length, WIDTH: tl.constexpr):
     places = base + rows[:, None] * stride + columns[None, :]
     mask = (rows[:, None] < length) & (columns[None, :] < WIDTH)
@@ -114,24 +170,25 @@ def _store(base, values, rows, columns, stride, length, WIDTH: tl.constexpr):
 
 @triton.jit
 def _forward_blocks(
-    total, query, asked_at, rows, k, v, times, by_distance, by_time, bounds,
-    k_stride, v_stride, length, first, last, buckets,
+    total, query, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+    k_stride, v_stride, length, first, last,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     N: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, DIAGONAL: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COMPILED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Add what blocks of keys from `first` to `last` give to a block of queries."""
     for start in range(first, last, N):
         keys = start + tl.arange(0, N)
         key = _load(k, keys, tl.arange(0, PADDED), k_stride, length, WIDTH, PADDED, not DIAGONAL)
         apart = rows[:, None] - keys[None, :]
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        seen = keys
+        seen_high, seen_low = keys, keys
         if TIMED:
-            seen = tl.load(times + tl.minimum(keys, length - 1))
-        scores = _biased(
-            scores, apart, asked_at, seen, by_distance, by_time, bounds, buckets, FAR, TIMED, False
+            seen_high, seen_low = _time_of(seen, keys, COMPILED)
+        bias = _bias_of(
+            apart, asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
+            by_distance, by_time, FAR, TIMED, COMPILED,
         )
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) + bias
         weights = scores * _sigmoid(scores, FAST)
         if DIAGONAL:
             weights = tl.where(apart >= 0, weights, 0.0)
@@ -144,11 +201,11 @@ def _forward_blocks(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _forward(
-    q, k, v, out, splits, by_distance, by_time, bounds, times, asked,
-    q_stride, k_stride, v_stride, out_stride, sequences, heads, blocks, buckets, scale,
+    q, k, v, out, splits, by_distance, by_time, parts, row,
+    q_stride, k_stride, v_stride, out_stride, sequences, heads, blocks, scale,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COMPILED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     item = tl.program_id(0)
     pair = item % (sequences * heads)
@@ -165,35 +222,35 @@ def _forward(
     )
     k += begin * k_stride + head * WIDTH
     v += begin * v_stride + head * CONTENT
-    asked_at = rows
+    asked_high, asked_low = rows, rows
     if TIMED:
-        times += begin
-        asked_at = tl.load(asked + begin + tl.minimum(rows, length - 1))
+        parts += 2 * begin
+        asked_high, asked_low = _time_of(parts, rows, COMPILED)
+    seen = parts + row
     total = tl.zeros([M, CONTENT_PADDED], tl.float32)
     total = _forward_blocks(
-        total, query, asked_at, rows, k, v, times, by_distance, by_time, bounds,
-        k_stride, v_stride, length, 0, start, buckets,
-        WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, False, FAST, PRECISION,
+        total, query, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+        k_stride, v_stride, length, 0, start,
+        WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, False, FAST, COMPILED, PRECISION,
     )
     total = _forward_blocks(
-        total, query, asked_at, rows, k, v, times, by_distance, by_time, bounds,
-        k_stride, v_stride, length, start, tl.minimum(start + M, length), buckets,
-        WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, True, FAST, PRECISION,
+        total, query, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+        k_stride, v_stride, length, start, tl.minimum(start + M, length),
+        WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, True, FAST, COMPILED, PRECISION,
     )
     _store(
         out + begin * out_stride + head * CONTENT, total * scale, rows, tl.arange(0, CONTENT_PADDED),
-        out_stride,
-        length, CONTENT,
+        out_stride, length, CONTENT,
     )
 
 
 @triton.jit
 def _query_blocks(
-    total, query, gradient, asked_at, rows, k, v, times, by_distance, by_time, bounds,
-    k_stride, v_stride, length, first, last, buckets,
+    total, query, gradient, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+    k_stride, v_stride, length, first, last,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     N: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, DIAGONAL: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COMPILED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Add what blocks of keys from `first` to `last` give to the gradient of a block of queries."""
     for start in range(first, last, N):
@@ -203,16 +260,17 @@ def _query_blocks(
             v, keys, tl.arange(0, CONTENT_PADDED), v_stride, length, CONTENT, CONTENT_PADDED, not DIAGONAL
         )
         apart = rows[:, None] - keys[None, :]
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        seen = keys
+        seen_high, seen_low = keys, keys
         if TIMED:
-            seen = tl.load(times + tl.minimum(keys, length - 1))
-        scores = _biased(
-            scores, apart, asked_at, seen, by_distance, by_time, bounds, buckets, FAR, TIMED, False
+            seen_high, seen_low = _time_of(seen, keys, COMPILED)
+        bias = _bias_of(
+            apart, asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
+            by_distance, by_time, FAR, TIMED, COMPILED,
         )
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) + bias
         of_weights = tl.dot(gradient, tl.trans(content), input_precision=PRECISION)
         share = _sigmoid(scores, FAST)
-        of_scores = of_weights * share * (1.0 + scores * (1.0 - share))
+        of_scores = of_weights * (share + scores * share * (1.0 - share))
         if DIAGONAL:
             of_scores = tl.where(apart >= 0, of_scores, 0.0)
         total = tl.dot(of_scores.to(key.dtype), key, total, input_precision=PRECISION)
@@ -221,11 +279,11 @@ def _query_blocks(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _query_gradient(
-    q, k, v, out_gradient, q_gradient, splits, by_distance, by_time, bounds, times, asked,
-    q_stride, k_stride, v_stride, out_stride, q_gradient_stride, sequences, heads, blocks, buckets, scale,
+    q, k, v, out_gradient, q_gradient, splits, by_distance, by_time, parts, row,
+    q_stride, k_stride, v_stride, out_stride, q_gradient_stride, sequences, heads, blocks, scale,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COMPILED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     item = tl.program_id(0)
     pair = item % (sequences * heads)
@@ -240,40 +298,39 @@ def _query_gradient(
     query = _load(q + begin * q_stride + head * WIDTH, rows, columns, q_stride, length, WIDTH, PADDED, False)
     gradient = _load(
         out_gradient + begin * out_stride + head * CONTENT, rows, content_columns, out_stride, length,
-        CONTENT,
-        CONTENT_PADDED, False,
+        CONTENT, CONTENT_PADDED, False,
     )
     k += begin * k_stride + head * WIDTH
     v += begin * v_stride + head * CONTENT
-    asked_at = rows
+    asked_high, asked_low = rows, rows
     if TIMED:
-        times += begin
-        asked_at = tl.load(asked + begin + tl.minimum(rows, length - 1))
+        parts += 2 * begin
+        asked_high, asked_low = _time_of(parts, rows, COMPILED)
+    seen = parts + row
     total = tl.zeros([M, PADDED], tl.float32)
     total = _query_blocks(
-        total, query, gradient, asked_at, rows, k, v, times, by_distance, by_time, bounds,
-        k_stride, v_stride, length, 0, start, buckets,
-        WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, False, FAST, PRECISION,
+        total, query, gradient, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+        k_stride, v_stride, length, 0, start,
+        WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, False, FAST, COMPILED, PRECISION,
     )
     total = _query_blocks(
-        total, query, gradient, asked_at, rows, k, v, times, by_distance, by_time, bounds,
-        k_stride, v_stride, length, start, tl.minimum(start + M, length), buckets,
-        WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, True, FAST, PRECISION,
+        total, query, gradient, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+        k_stride, v_stride, length, start, tl.minimum(start + M, length),
+        WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, True, FAST, COMPILED, PRECISION,
     )
     _store(
         q_gradient + begin * q_gradient_stride + head * WIDTH, total * scale, rows, columns,
-        q_gradient_stride,
-        length, WIDTH,
+        q_gradient_stride, length, WIDTH,
     )
 
 
 @triton.jit
 def _key_blocks(
-    of_key, of_content, key, content, seen, keys, q, out_gradient, asked, by_distance, by_time, bounds,
-    q_stride, out_stride, length, first, last, buckets,
+    of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, asked,
+    by_distance, by_time, q_stride, out_stride, length, first, last,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     M: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, DIAGONAL: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COMPILED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Add what blocks of queries from `first` to `last` give to the gradients of a block of keys.
 
@@ -287,20 +344,21 @@ def _key_blocks(
             False
         )
         apart = rows[None, :] - keys[:, None]
-        scores = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-        asked_at = rows
+        asked_high, asked_low = rows, rows
         if TIMED:
-            asked_at = tl.load(asked + tl.minimum(rows, length - 1))
-        scores = _biased(
-            scores, apart, asked_at, seen, by_distance, by_time, bounds, buckets, FAR, TIMED, True
+            asked_high, asked_low = _time_of(asked, rows, COMPILED)
+        bias = _bias_of(
+            apart, asked_high[None, :], asked_low[None, :], seen_high[:, None], seen_low[:, None],
+            by_distance, by_time, FAR, TIMED, COMPILED,
         )
+        scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) + bias
         share = _sigmoid(scores, FAST)
         weights = scores * share
+        of_scores = share + weights * (1.0 - share)
         if DIAGONAL:
             weights = tl.where(apart >= 0, weights, 0.0)
         of_content = tl.dot(weights.to(gradient.dtype), gradient, of_content, input_precision=PRECISION)
-        of_weights = tl.dot(content, tl.trans(gradient), input_precision=PRECISION)
-        of_scores = of_weights * share * (1.0 + scores * (1.0 - share))
+        of_scores *= tl.dot(content, tl.trans(gradient), input_precision=PRECISION)
         if DIAGONAL:
             of_scores = tl.where(apart >= 0, of_scores, 0.0)
         of_key = tl.dot(of_scores.to(query.dtype), query, of_key, input_precision=PRECISION)
@@ -309,12 +367,12 @@ def _key_blocks(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _key_gradient(
-    q, k, v, out_gradient, k_gradient, v_gradient, splits, by_distance, by_time, bounds, times, asked,
+    q, k, v, out_gradient, k_gradient, v_gradient, splits, by_distance, by_time, parts, row,
     q_stride, k_stride, v_stride, out_stride, k_gradient_stride, v_gradient_stride,
-    sequences, heads, blocks, buckets, scale,
+    sequences, heads, blocks, scale,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COMPILED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     item = tl.program_id(0)
     pair = item % (sequences * heads)
@@ -330,32 +388,30 @@ def _key_gradient(
     key = _load(k + begin * k_stride + head * WIDTH, keys, columns, k_stride, length, WIDTH, PADDED, False)
     content = _load(
         v + begin * v_stride + head * CONTENT, keys, content_columns, v_stride, length, CONTENT,
-        CONTENT_PADDED,
-        False,
+        CONTENT_PADDED, False,
     )
     q += begin * q_stride + head * WIDTH
     out_gradient += begin * out_stride + head * CONTENT
-    seen = keys
+    seen_high, seen_low = keys, keys
     if TIMED:
-        asked += begin
-        seen = tl.load(times + begin + tl.minimum(keys, length - 1))
+        parts += 2 * begin
+        seen_high, seen_low = _time_of(parts + row, keys, COMPILED)
     of_key = tl.zeros([N, PADDED], tl.float32)
     of_content = tl.zeros([N, CONTENT_PADDED], tl.float32)
     # N is a multiple of M: blocks of queries begin where the block of keys does.
     of_key, of_content = _key_blocks(
-        of_key, of_content, key, content, seen, keys, q, out_gradient, asked, by_distance, by_time, bounds,
-        q_stride, out_stride, length, start, tl.minimum(start + N, length), buckets,
-        WIDTH, CONTENT, PADDED, CONTENT_PADDED, M, FAR, TIMED, True, FAST, PRECISION,
+        of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, parts,
+        by_distance, by_time, q_stride, out_stride, length, start, tl.minimum(start + N, length),
+        WIDTH, CONTENT, PADDED, CONTENT_PADDED, M, FAR, TIMED, True, FAST, COMPILED, PRECISION,
     )
     of_key, of_content = _key_blocks(
-        of_key, of_content, key, content, seen, keys, q, out_gradient, asked, by_distance, by_time, bounds,
-        q_stride, out_stride, length, start + N, length, buckets,
-        WIDTH, CONTENT, PADDED, CONTENT_PADDED, M, FAR, TIMED, False, FAST, PRECISION,
+        of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, parts,
+        by_distance, by_time, q_stride, out_stride, length, start + N, length,
+        WIDTH, CONTENT, PADDED, CONTENT_PADDED, M, FAR, TIMED, False, FAST, COMPILED, PRECISION,
     )
     _store(
         k_gradient + begin * k_gradient_stride + head * WIDTH, of_key * scale, keys, columns,
-        k_gradient_stride,
-        length, WIDTH,
+        k_gradient_stride, length, WIDTH,
     )
     _store(
         v_gradient + begin * v_gradient_stride + head * CONTENT, of_content * scale, keys, content_columns,
@@ -365,73 +421,79 @@ def _key_gradient(
 
 @triton.jit(do_not_specialize=_DIAGONAL_COUNTS)
 def _bias_gradient(
-    q, k, v, out_gradient, tiles, sums, splits, by_distance, by_time, bounds, times, asked,
-    q_stride, k_stride, v_stride, out_stride, pairs, heads, shares, buckets,
+    q, k, v, out_gradient, tiles, sums, buckets_of, splits, by_distance, by_time, parts, row,
+    q_stride, k_stride, v_stride, out_stride, sequences, heads, shares, stripes,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
-    M: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, BUCKETS_PADDED: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr,
+    BUCKETS_PADDED: tl.constexpr, FAST: tl.constexpr, COMPILED: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Sum the gradients of scores, by distance and by time, over one share of the sequences and heads.
+    """Sum the gradients of scores, by distance and by time, over one share of all blocks of a diagonal.
 
-    A program has one block diagonal. All its tiles have the same distances in the same places, so that they
-    are added as they are: `tiles` of shape (diagonals, shares, M, M). Times have no such order: for each
-    bucket between the smallest and the largest one in a tile, those in that bucket are added up.
+    A program has one block diagonal: for each M queries, the N keys that lie `apart` from them. All its tiles
+    have the same distances in the same places, so that they are added as they are: `tiles` of shape
+    (diagonals, shares, M, N). Times have no such order: for each bucket between the smallest and the largest
+    one in a tile, those in that bucket are added up. Neither depends on the head: heads are summed first.
     """
-    diagonal = tl.program_id(0)
-    share = tl.program_id(1)
-    inside = tl.arange(0, M)
+    # Programs of the first diagonals have most tiles, and start first.
+    share = tl.program_id(0) % shares
+    diagonal = tl.program_id(0) // shares
+    inside, across = tl.arange(0, M), tl.arange(0, N)
     columns, content_columns = tl.arange(0, PADDED), tl.arange(0, CONTENT_PADDED)
     bins = tl.arange(0, BUCKETS_PADDED)
-    total = tl.zeros([M, M], tl.float32)
+    # The last query of a block on the first diagonal sees the last key.
+    behind = (diagonal + 1) * N - M
+    apart = behind + inside[:, None] - across[None, :]
+    total = tl.zeros([M, N], tl.float32)
     by_bucket = tl.zeros([BUCKETS_PADDED], tl.float32)
-    apart = diagonal * M + inside[:, None] - inside[None, :]
-    for pair in range(share, pairs, shares):
-        begin = tl.load(splits + pair // heads)
-        length = (tl.load(splits + pair // heads + 1) - begin).to(tl.int32)
-        head = pair % heads
-        for start in range(diagonal * M, length, M):
+    for sequence in range(share // stripes, sequences, tl.cdiv(shares, stripes)):
+        begin = tl.load(splits + sequence)
+        length = (tl.load(splits + sequence + 1) - begin).to(tl.int32)
+        for start in range((diagonal * N // M + share % stripes) * M, length, M * stripes):
             rows = start + inside
-            keys = rows - diagonal * M
-            query = _load(
-                q + begin * q_stride + head * WIDTH, rows, columns, q_stride, length, WIDTH, PADDED, False
-            )
-            key = _load(
-                k + begin * k_stride + head * WIDTH, keys, columns, k_stride, length, WIDTH, PADDED, False
-            )
-            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-            asked_at, seen = rows, keys
+            keys = start - behind + across
+            asked_high, asked_low, seen_high, seen_low = rows, rows, keys, keys
             if TIMED:
-                asked_at = tl.load(asked + begin + tl.minimum(rows, length - 1))
-                seen = tl.load(times + begin + tl.minimum(keys, length - 1))
-            scores = _biased(
-                scores, apart, asked_at, seen, by_distance, by_time, bounds, buckets, FAR, TIMED, False
+                asked_high, asked_low = _time_of(parts + 2 * begin, rows, COMPILED)
+                seen_high, seen_low = _time_of(parts + row + 2 * begin, tl.maximum(keys, 0), COMPILED)
+            bias = _bias_of(
+                apart, asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
+                by_distance, by_time, FAR, TIMED, COMPILED,
             )
-            gradient = _load(
-                out_gradient + begin * out_stride + head * CONTENT, rows, content_columns, out_stride, length,
-                CONTENT, CONTENT_PADDED, False,
-            )
-            content = _load(
-                v + begin * v_stride + head * CONTENT, keys, content_columns, v_stride, length, CONTENT,
-                CONTENT_PADDED, False,
-            )
-            of_weights = tl.dot(gradient, tl.trans(content), input_precision=PRECISION)
-            kept = _sigmoid(scores, FAST)
-            # Zero behind the sequence: there the gradient of the result is.
-            of_scores = tl.where(apart >= 0, of_weights * kept * (1.0 + scores * (1.0 - kept)), 0.0)
+            of_scores = tl.zeros([M, N], tl.float32)
+            for head in range(heads):
+                query = _load(
+                    q + begin * q_stride + head * WIDTH, rows, columns, q_stride, length, WIDTH, PADDED,
+                    False
+                )
+                key = _load_from_first(
+                    k + begin * k_stride + head * WIDTH, keys, columns, k_stride, length, WIDTH
+                )
+                scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) + bias
+                gradient = _load(
+                    out_gradient + begin * out_stride + head * CONTENT, rows, content_columns, out_stride,
+                    length, CONTENT, CONTENT_PADDED, False,
+                )
+                content = _load_from_first(
+                    v + begin * v_stride + head * CONTENT, keys, content_columns, v_stride, length, CONTENT
+                )
+                of_weights = tl.dot(gradient, tl.trans(content), input_precision=PRECISION)
+                kept = _sigmoid(scores, FAST)
+                of_scores += of_weights * (kept + scores * kept * (1.0 - kept))
+            # Zero outside the sequence: there the gradient of the result is, or the content.
+            of_scores = tl.where(apart >= 0, of_scores, 0.0)
             total += of_scores
             if TIMED:
-                first = _bucket_near(tl.min(asked_at, 0) - tl.max(seen, 0), buckets, -0.001)
-                last = _bucket_near(tl.max(asked_at, 0) - tl.min(seen, 0), buckets, 0.001)
-                # Always so. Triton overlaps loads and products of a loop only if it sees no loop in it.
-                if last >= first:
-                    for bucket in range(first, last + 1):
-                        reached = asked_at - tl.load(bounds + bucket)
-                        passed = asked_at - tl.load(bounds + bucket + 1)
-                        inner = (reached[:, None] >= seen[None, :]) & (passed[:, None] < seen[None, :])
-                        found = tl.sum(tl.sum(tl.where(inner, of_scores, 0.0), 1), 0)
-                        by_bucket += tl.where(bins == bucket, found, 0.0)
+                bits = _gap_bits(
+                    asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :]
+                )
+                buckets = _looked_up(buckets_of - _FIRST_BITS, bits, COMPILED)
+                first = tl.min(tl.min(buckets, 1), 0).to(tl.int32)
+                last = tl.max(tl.max(buckets, 1), 0).to(tl.int32)
+                for bucket in range(first, last + 1):
+                    found = tl.sum(tl.sum(tl.where(buckets == bucket, of_scores, 0.0), 1), 0)
+                    by_bucket += tl.where(bins == bucket, found, 0.0)
     place = diagonal * shares + share
-    tl.store(tiles + place.to(tl.int64) * M * M + inside[:, None] * M + inside[None, :], total)
+    tl.store(tiles + place.to(tl.int64) * M * N + inside[:, None] * N + across[None, :], total)
     if TIMED:
         tl.store(sums + place * BUCKETS_PADDED + bins, by_bucket)
 
@@ -641,10 +703,50 @@ class JaggedSteps:
 
     row_splits: Tensor
     max_length: int
-    bounds: Tensor | None = None
-    """As `time_bounds` returns it, if times count."""
+    buckets: Tensor | None = None
+    """As `bucket_table` returns it, if times count."""
     times: Tensor | None = None
     asked: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bias:
+    """What kernels read to find the bias of a pair; absent tensors are never read."""
+
+    tensors: tuple[Tensor | int, ...]
+    """Row splits, the biases by distance and by the upper bits of gaps, and `parts` and `row` as of
+    `_split_times`."""
+    table: Tensor
+    """As `JaggedSteps.buckets`."""
+    far: bool
+    """Whether there is a bias by distance."""
+    buckets: int
+    """Of the bias by time; 0 if there is none."""
+
+    @classmethod
+    def of(cls, by_distance: Tensor | None, by_time: Tensor | None, steps: JaggedSteps) -> _Bias:
+        splits = steps.row_splits
+        far = timed = parts = table = splits
+        row = buckets = 0
+        if by_distance is not None:
+            around = (_LARGEST_BLOCK, 2 * _LARGEST_BLOCK)
+            far = torch.nn.functional.pad(by_distance.float(), around)[_LARGEST_BLOCK:]
+        if by_time is not None:
+            assert steps.buckets is not None
+            assert steps.times is not None
+            assert steps.asked is not None
+            table, buckets = steps.buckets, by_time.shape[0]
+            timed = by_time.float().index_select(0, table)
+            # Zeros behind a sequence: a block that reaches there reads numbers.
+            row = (2 * (steps.times.shape[0] + _LARGEST_BLOCK) + 15) // 16 * 16
+            parts = timed.new_zeros(2 * row)
+            sequences, block = splits.shape[0] - 1, 512
+            if sequences:
+                _split_times[(sequences * triton.cdiv(steps.max_length, block),)](
+                    steps.times.contiguous(), steps.asked.contiguous(), parts, splits, sequences, row,
+                    BLOCK=block,
+                )  # fmt: skip
+        return cls((splits, far, timed, parts, row), table, by_distance is not None, buckets)
 
 
 class JaggedSilu(torch.autograd.Function):
@@ -662,24 +764,23 @@ class JaggedSilu(torch.autograd.Function):
     ) -> Tensor:
         query, key, content = _as_rows(query), _as_rows(key), _as_rows(content)
         launch = _Launch(query, content, steps)
-        bias = launch.bias(by_distance, by_time, steps)
+        bias = _Bias.of(by_distance, by_time, steps)
         blocks = launch.blocks("forward")
         out = content.new_zeros(content.shape)
         _forward[launch.grid(blocks.queries)](
-            query, key, content, out, *bias, *_strides(query, key, content, out),
-            *launch.sizes(blocks.queries),
-            launch.buckets, 1.0 / steps.max_length, **launch.silu_constants(blocks),
+            query, key, content, out, *bias.tensors, *_strides(query, key, content, out),
+            *launch.sizes(blocks.queries), 1.0 / steps.max_length, **launch.silu_constants(blocks, bias),
         )  # fmt: skip
-        ctx.steps = steps
-        ctx.save_for_backward(query, key, content, by_distance, by_time)
+        ctx.steps, ctx.bias = steps, bias
+        ctx.dtypes = [None if one is None else one.dtype for one in (by_distance, by_time)]
+        ctx.save_for_backward(query, key, content)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, content, by_distance, by_time = ctx.saved_tensors
-        launch = _Launch(query, content, ctx.steps)
-        bias = launch.bias(by_distance, by_time, ctx.steps)
+        query, key, content = ctx.saved_tensors
+        launch, bias = _Launch(query, content, ctx.steps), ctx.bias
         inputs = (query, key, content, _as_rows(gradient))
         scale = 1.0 / ctx.steps.max_length
         of_query = of_key = of_content = of_distance = of_time = None
@@ -687,22 +788,22 @@ class JaggedSilu(torch.autograd.Function):
             of_query = query.new_zeros(query.shape)
             blocks = launch.blocks("query")
             _query_gradient[launch.grid(blocks.queries)](
-                *inputs, of_query, *bias, *_strides(*inputs, of_query), *launch.sizes(blocks.queries),
-                launch.buckets, scale, **launch.silu_constants(blocks),
+                *inputs, of_query, *bias.tensors, *_strides(*inputs, of_query),
+                *launch.sizes(blocks.queries), scale, **launch.silu_constants(blocks, bias),
             )  # fmt: skip
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             of_key, of_content = key.new_zeros(key.shape), content.new_zeros(content.shape)
             blocks = launch.blocks("key")
             _key_gradient[launch.grid(blocks.keys)](
-                *inputs, of_key, of_content, *bias, *_strides(*inputs, of_key, of_content),
-                *launch.sizes(blocks.keys), launch.buckets, scale, **launch.silu_constants(blocks),
+                *inputs, of_key, of_content, *bias.tensors, *_strides(*inputs, of_key, of_content),
+                *launch.sizes(blocks.keys), scale, **launch.silu_constants(blocks, bias),
             )  # fmt: skip
         if ctx.needs_input_grad[3] or ctx.needs_input_grad[4]:
-            by_diagonal, by_bucket = _bias_gradients(launch, inputs, bias)
-            if by_distance is not None:
-                of_distance = (by_diagonal * scale).to(by_distance.dtype)
-            if by_time is not None:
-                of_time = (by_bucket * scale).to(by_time.dtype)
+            found = _bias_gradients(launch, inputs, bias)
+            of_distance, of_time = (
+                None if dtype is None else (one * scale).to(dtype)
+                for one, dtype in zip(found, ctx.dtypes, strict=True)
+            )
         return of_query, of_key, of_content, of_distance, of_time, None
 
 
@@ -764,24 +865,6 @@ class _Launch:
         self.sequences = steps.row_splits.shape[0] - 1
         self.max_length = steps.max_length
         self.dtype = query.dtype
-        self.buckets = 0
-        self._far = False
-
-    def bias(
-        self, by_distance: Tensor | None, by_time: Tensor | None, steps: JaggedSteps
-    ) -> tuple[Tensor, ...]:
-        """Return the tensors of row splits and biases; an absent one is never read."""
-        self._far, absent = by_distance is not None, steps.row_splits
-        far = timed = absent
-        if by_distance is not None:
-            around = (_LARGEST_BLOCK, _LARGEST_BLOCK)
-            far = torch.nn.functional.pad(by_distance.float(), around)[_LARGEST_BLOCK:]
-        if by_time is not None:
-            timed, self.buckets = by_time.float().contiguous(), by_time.shape[0]
-        rest = (
-            absent if one is None else one.contiguous() for one in (steps.bounds, steps.times, steps.asked)
-        )
-        return steps.row_splits, far, timed, *rest
 
     def blocks(self, kernel: str) -> Blocks:
         return blocks_of(kernel, self.dtype, max(_padded(self.width), _padded(self.content_width)))
@@ -806,42 +889,59 @@ class _Launch:
             "num_stages": blocks.stages,
         }
 
-    def silu_constants(self, blocks: Blocks) -> dict[str, Any]:
-        # An error of 2 ** -11 is less than what bfloat16 rounds off. The interpreter knows no assembler.
+    def silu_constants(self, blocks: Blocks, bias: _Bias) -> dict[str, Any]:
+        # An error of 2 ** -11 is less than what bfloat16 rounds off.
         fast = {torch.bfloat16: 2, torch.float16: 1}.get(self.dtype, 0)
         return {
             **self.constants(blocks),
-            "FAR": self._far,
-            "TIMED": self.buckets > 0,
-            "FAST": 0 if triton.knobs.runtime.interpret else fast,
+            "FAR": bias.far,
+            "TIMED": bias.buckets > 0,
+            "FAST": fast if _COMPILED else 0,
+            "COMPILED": _COMPILED,
         }
 
 
-def _bias_gradients(
-    launch: _Launch, inputs: tuple[Tensor, ...], bias: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor]:
+def _bias_gradients(launch: _Launch, inputs: tuple[Tensor, ...], bias: _Bias) -> tuple[Tensor, Tensor]:
     """Return the gradients of `by_distance` and `by_time`, before they are divided by `max_length`."""
     blocks = launch.blocks("bias")
-    size, pairs = blocks.queries, launch.sequences * launch.heads
-    diagonals = triton.cdiv(launch.max_length, size)
-    # Enough programs for a large GPU, whichever one this is: results are then the same on all.
-    shares = max(1, min(pairs, triton.cdiv(1024, diagonals)))
-    padded = _padded(max(1, launch.buckets))
-    tiles = inputs[0].new_empty((diagonals, shares, size, size), dtype=torch.float32)
+    rows, keys = blocks.queries, blocks.keys
+    diagonals = triton.cdiv(triton.cdiv(launch.max_length, rows) * rows, keys)
+    # Enough programs for a large GPU, whichever one this is: results are then the same on all. If there are
+    # few sequences, several programs take turns in the blocks of each.
+    wanted = triton.cdiv(1024, max(1, diagonals))
+    stripes = max(1, min(triton.cdiv(wanted, max(1, launch.sequences)), diagonals * keys // rows))
+    shares = stripes * max(1, min(launch.sequences, triton.cdiv(wanted, stripes)))
+    padded = _padded(max(1, bias.buckets))
+    tiles = inputs[0].new_empty((diagonals, shares, rows, keys), dtype=torch.float32)
     sums = inputs[0].new_empty((diagonals, shares, padded), dtype=torch.float32)
-    constants = launch.silu_constants(blocks)
-    del constants["N"]
-    _bias_gradient[(diagonals, shares)](
-        *inputs, tiles, sums, *bias, *_strides(*inputs), pairs, launch.heads, shares, launch.buckets,
-        **constants, BUCKETS_PADDED=padded,
+    _bias_gradient[(diagonals * shares,)](
+        *inputs, tiles, sums, bias.table.float(), *bias.tensors, *_strides(*inputs), launch.sequences,
+        launch.heads, shares, stripes, **launch.silu_constants(blocks, bias), BUCKETS_PADDED=padded,
     )  # fmt: skip
+    by_distance = sums_by_distance(tiles.sum(1), launch.max_length)
+    return by_distance, (sums.sum((0, 1)) if bias.buckets else sums.new_zeros(padded))[: bias.buckets]
+
+
+def sums_by_distance(tiles: Tensor, max_length: int) -> Tensor:
+    """Return the sums of what blocks on diagonals have at each distance.
+
+    Args:
+        tiles: Of shape (diagonals, rows, keys). Row i and column j of diagonal d are
+            `(d + 1) * keys - rows + i - j` steps apart.
+    """
+    rows, keys = tiles.shape[1:]
     # In a row of a tile, the distance falls from left to right. Flipped, and shifted by its number, each row
-    # has a distance in the same column: `diagonal * size + column - (size - 1)`.
-    flipped = torch.nn.functional.pad(tiles.sum(1).flip(2), (0, size))
-    shifted = flipped.flatten(1)[:, :-size].unflatten(1, (size, 2 * size - 1)).sum(1)
-    own, before = shifted[:, size - 1 :], torch.nn.functional.pad(shifted[1:, : size - 1], (1, 0, 0, 1))
-    by_distance = (own + before).flatten()[: launch.max_length]
-    return by_distance, (sums.sum((0, 1)) if launch.buckets else sums.new_zeros(padded))[: launch.buckets]
+    # has a distance in the same column: `d * keys - rows + 1 + column`.
+    flipped = torch.nn.functional.pad(tiles.flip(2), (0, rows))
+    columns = rows + keys - 1
+    shifted = flipped.flatten(1)[:, :-rows].unflatten(1, (rows, columns)).sum(1)
+    # These columns reach into those of the next diagonals.
+    parts = triton.cdiv(columns, keys)
+    pieces = torch.nn.functional.pad(shifted, (0, parts * keys - columns)).unflatten(1, (parts, keys))
+    found = torch.nn.functional.pad(pieces[:, 0], (0, 0, 0, parts - 1))
+    for part in range(1, parts):
+        found[part : part + len(pieces)] += pieces[:, part]
+    return found.flatten()[rows - 1 : rows - 1 + max_length]
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
