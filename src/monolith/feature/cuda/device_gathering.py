@@ -107,18 +107,23 @@ class DeviceGatherer:
             weights=known.ids if known.weighs else 0,
             splits=0 if one_each else len(splits),
         )
-        staged.features.copy_(known.about)
+        staged.features[:] = known.about
+        ids = torch.from_numpy(staged.ids)
         if in_place_of_ids is not None:
-            in_place_of_ids(staged.ids)
-        for source, to, count in known.runs:
-            if in_place_of_ids is None:
-                staged.ids[to : to + count].copy_(batch.ids[source : source + count])
-            if batch.weights is not None and staged.weights is not None:
-                staged.weights[to : to + count].copy_(batch.weights[source : source + count])
+            in_place_of_ids(ids)
+        elif known.runs == [(0, 0, len(ids))] and len(batch.ids) == len(ids):
+            ids.copy_(batch.ids)  # by several threads if it is long
+        else:
+            for source, to, count in known.runs:
+                ids[to : to + count].copy_(batch.ids[source : source + count])
+        if batch.weights is not None and known.weighs:
+            weights = batch.weights.numpy()
+            for source, to, count in known.runs:
+                staged.weights[to : to + count] = weights[source : source + count]
         for first, end in known.padding:
             staged.ids[first:end] = staged.ids[first - 1]
-        if staged.splits is not None:
-            staged.splits.copy_(batch.splits)
+        if not one_each:
+            staged.splits[:] = splits
         return DeviceBatch(
             self,
             self._sent(staged.memory),
@@ -127,7 +132,7 @@ class DeviceGatherer:
             batch.batch_size,
             plain=one_each and not known.weighs and cells.all_there and self._combines_all,
             shared=any(batch.shared),
-            host_ids=staged.ids,
+            host_ids=ids,
         )
 
     def sum_equal(
@@ -243,7 +248,7 @@ class DeviceGatherer:
         padding = zip((table_ends - (sizes - there)).tolist(), table_ends.tolist(), strict=True)
         weighs = bool(weighted.any())
         return _Placed(
-            about=torch.from_numpy(about.view(np.uint8)),
+            about=about.view(np.uint8),
             sizes=pinned,
             floats=int(sizes @ self.on_device.dims),
             runs=list(_runs(starts, about["first"], counts)),
@@ -301,7 +306,7 @@ class DeviceGatherer:
 class _Placed:
     """The places of the ids of a batch. Never changed."""
 
-    about: Tensor
+    about: NDArray[np.uint8]
     """The description of each feature that kernels read, as bytes."""
     sizes: Tensor
     """int64 of shape (tables,)."""
@@ -366,23 +371,21 @@ class _Cells:
 
 
 class _Staged:
-    """The tensors of one batch to copy, in one block of pinned memory."""
+    """What is copied of one batch, in one block of pinned memory.
+
+    Parts are arrays of numpy. To slice or view a tensor gives the interpreter to another thread, and a process
+    that reads, packs and saves has thirty of them: to get it back took longer than the copies.
+    """
 
     def __init__(self, device: Device, *, features: int, ids: int, weights: int, splits: int) -> None:
         self.ends = list(accumulate((features, 8 * ids, 4 * weights, 4 * splits)))
         self.memory = device.pinned((max(self.ends[-1], 1),), torch.uint8)
-        self.features, self.ids, self.weights, self.splits = _cut(self.memory, self.ends)
-
-
-def _cut(memory: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return features, ids, weights and splits, given where each ends in bytes."""
-    one, two, three, four = ends
-    return (
-        memory[:one],
-        memory[one:two].view(torch.int64),
-        memory[two:three].view(torch.float32) if three > two else None,
-        memory[three:four].view(torch.int32) if four > three else None,
-    )
+        one, two, three, four = self.ends
+        whole: NDArray[np.uint8] = self.memory.numpy()
+        self.features = whole[:one]
+        self.ids = whole[one:two].view(np.int64)
+        self.weights = whole[two:three].view(np.float32)
+        self.splits = whole[three:four].view(np.int32)
 
 
 class DeviceBatch:
@@ -406,7 +409,8 @@ class DeviceBatch:
     ) -> None:
         self.host_ids = host_ids
         """The same ids in host memory; None for a `twin`."""
-        features, self.ids, weights, splits = _cut(buffer, ends)
+        one, two, three, four = ends
+        self.ids = buffer[one:two].view(torch.int64)
         self._ends = ends
         self._placed = placed
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -418,11 +422,12 @@ class DeviceBatch:
         self._stream = gatherer.device.current_stream()
         self._gather = "gather_plain" if plain else "gather"
         self._shared = shared
-        self._weights = weights
+        self._weights = buffer[two:three].view(torch.float32) if three > two else None
+        features = buffer.data_ptr()
         self._struct = BatchStruct(
-            features.data_ptr(),
-            None if splits is None else splits.data_ptr(),
-            None if weights is None else weights.data_ptr(),
+            features,
+            features + three if four > three else None,
+            features + two if three > two else None,
             batch_size,
             len(gatherer.on_device.order),
         )
@@ -459,7 +464,7 @@ class DeviceBatch:
     def _kept(self, rows: Tensor, output: int) -> Tensor:
         """Return an output that keeps each ID of its feature: a part of the rows."""
         plan, on_device = self._gatherer.plan, self._gatherer.on_device
-        about = self._placed.about.numpy().view(FEATURE)[on_device.order.index(plan.each[output])]
+        about = self._placed.about.view(FEATURE)[on_device.order.index(plan.each[output])]
         begin, count, dim = int(about["begin"]), int(about["count"]), int(about["dim"])
         kept = rows[begin : begin + count * dim].view(count, dim)
         if about["weighted"]:
