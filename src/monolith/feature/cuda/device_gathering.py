@@ -373,8 +373,8 @@ class _Cells:
 class _Staged:
     """What is copied of one batch, in one block of pinned memory.
 
-    Parts are arrays of numpy. To slice or view a tensor gives the interpreter to another thread, and a process
-    that reads, packs and saves has thirty of them: to get it back took longer than the copies.
+    Parts are arrays of numpy. To slice or view a tensor gives the interpreter to another thread, and a
+    process that reads, packs and saves has thirty of them: to get it back took longer than the copies.
     """
 
     def __init__(self, device: Device, *, features: int, ids: int, weights: int, splits: int) -> None:
