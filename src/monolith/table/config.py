@@ -381,10 +381,10 @@ class TableConfig:
     values go to the nearest."""
     storage: TableStorage = "memory"
     """Where rows are: all in memory, or the hot ones in `memory_bytes` of memory and all others in files; see
-    `TieredTable`."""
+    `TieredTable`, and `SpillingTable` with a GPU above both."""
     memory_bytes: int | None = None
-    """Of a tiered table: bytes of memory for hot rows, for the index of cold ones (9 to 10 bytes for each),
-    and for buffers."""
+    """Of a tiered table: bytes of host memory for hot rows, for the index of cold ones (9 to 10 bytes for
+    each), and for buffers."""
     storage_dir: str | None = None
     """Of a tiered table: the folder of its files, on a local disk; by default one in the system's folder of
     temporary files. Each table makes a folder of its own in it."""
