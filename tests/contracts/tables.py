@@ -95,18 +95,14 @@ def _to_quarters(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def narrow_table_classes() -> list[Any]:
-    """Return all implementations with narrow embeddings that they have. They are layouts of their own, so
+    """Return all implementations with narrow embeddings. They are layouts of their own, so
     that on an emulated device they are a soak. Tests marked float32_rows are not run with them, and those
     marked exact_rows not with int8."""
     dtypes: tuple[EmbeddingDtype, ...] = ("bfloat16", "float16", "int8")
     return [
         pytest.param(narrow(cls, dtype), marks=pytest.mark.soak if is_emulated(cls) else ())
         for dtype in dtypes
-        for cls in [
-            *host_table_classes(),
-            *tiered_table_classes(),
-            *(device_table_classes() if dtype == "bfloat16" else []),
-        ]
+        for cls in [*host_table_classes(), *tiered_table_classes(), *device_table_classes()]
     ]
 
 
