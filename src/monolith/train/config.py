@@ -146,7 +146,7 @@ class TablesConfig:
     embedding_dtype: EmbeddingDtype = "float32"
     """How tables store embeddings, if their features do not say. "bfloat16" and "float16" take half the
     bytes, "int8" a quarter and 4 more; steps are computed in float32 and optimizer state stays float32. A
-    checkpoint restores with any value. Rows on a GPU are "float32" or "bfloat16"."""
+    checkpoint restores with any value."""
     embedding_rounding: EmbeddingRounding = "stochastic"
     """How steps are rounded to embedding_dtype: "stochastic" by a repeatable chance, so that the mean of many
     small steps is right, or "nearest", which loses small ones: with bfloat16 those of less than 1/512 of a
