@@ -19,6 +19,7 @@ from torch import Tensor
 
 from monolith import native
 from monolith.cuda import Device, device_of
+from monolith.errors import CorruptFileError
 from monolith.table import (
     Adagrad,
     Expiry,
@@ -162,6 +163,23 @@ def test_cold_rows_of_a_batch_are_read_once_and_counted(device: Device) -> None:
     assert after.cold_ids_read - before.cold_ids_read == 8
     pair.train(staged)
     pair.check()
+    pair.close()
+
+
+def test_a_damaged_file_is_refused_when_a_batch_needs_its_rows(device: Device) -> None:
+    pair = Pair(device, places=64, files=True)
+    for first in range(0, 400, 8):
+        pair.train(pair.stage(torch.arange(first, first + 8)))
+    far = [table.far for table in pair.there]
+    assert len(pair.there[0]) == 400  # rows on their way are far now
+    far[0].flush()  # type: ignore[attr-defined]
+    for path in far[0].folder.glob("*.cold"):  # type: ignore[attr-defined]
+        content = bytearray(path.read_bytes())
+        content[5000] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(CorruptFileError):
+        pair.stage(torch.arange(8))
+    assert [len(one) for one in pair.there] == [400] * len(DIMS)  # no row left its place
     pair.close()
 
 
