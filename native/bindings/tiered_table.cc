@@ -62,6 +62,11 @@ std::size_t count_missing(TieredTable& table, const Ids& ids) {
   return table.count_missing(as_span(ids));
 }
 
+std::size_t remove(TieredTable& table, const Ids& ids) {
+  GilReleased unlocked;
+  return table.remove(as_span(ids));
+}
+
 void read_blocks(BlockReader& reader, int descriptor, const Ids& offsets, std::size_t block_bytes) {
   check(block_bytes > 0 && block_bytes % 4096 == 0, "block_bytes must be a multiple of 4096");
   std::vector<BlockReader::Read> reads;
@@ -202,12 +207,14 @@ void bind_tiered_table(nb::module_& m) {
       .def_prop_ro("cold_memory_bytes", &TieredTable::cold_memory_bytes,
                    "Bytes of memory other than those of the hot table.")
       .def_prop_ro("evicted", &TieredTable::evicted, "Cold rows that expired.")
+      .def_prop_ro("removed", &TieredTable::removed, "Cold rows that were removed.")
       .def_prop_ro("must_shrink", &TieredTable::must_shrink)
       .def_prop_ro("trouble", &TieredTable::trouble, "Why nothing can be written; empty if it can.")
       .def("lookup", &lookup, "ids"_a.noconvert(), "out"_a.noconvert())
       .def("lookup_rows", &lookup_rows, "ids"_a.noconvert(), "found"_a.noconvert(), "times"_a.noconvert(),
            "values"_a.noconvert(), "state"_a.noconvert())
       .def("contains", &contains, "ids"_a.noconvert(), "found"_a.noconvert())
+      .def("remove", &remove, "ids"_a.noconvert(), "Remove rows of either tier; moves no cold row in.")
       .def("count_missing", &count_missing, "ids"_a.noconvert(),
            "Note a batch that is to be written; returns how many distinct ids have no hot row.")
       .def("spill", &TieredTable::spill, "incoming"_a, nb::call_guard<GilReleased>(),

@@ -315,6 +315,33 @@ void TieredTable::bring() {
   missing_.clear();
 }
 
+std::size_t TieredTable::remove(std::span<const std::int64_t> ids) {
+  follow_lookups();
+  std::size_t removed = hot_->remove(ids);
+  if (cold_.size() == 0) return removed;
+  std::vector<std::uint64_t> hashes(ids.size());
+  std::transform(ids.begin(), ids.end(), hashes.begin(), mix);
+  std::sort(hashes.begin(), hashes.end());
+  hashes.erase(std::unique(hashes.begin(), hashes.end()), hashes.end());
+  std::vector<std::byte> records;
+  std::vector<std::uint64_t> locations, gone;
+  for (std::size_t at = 0; at < hashes.size(); at += kReadAtOnce) {
+    const auto some = std::span(hashes).subspan(at, std::min(kReadAtOnce, hashes.size() - at));
+    records.resize(some.size() * cold_.record_bytes());
+    locations.resize(some.size());
+    const ColdStore::Still still(cold_);
+    // Rows that were looked up just before are in memory still.
+    cold_.read(some, records.data(), locations.data(), false);
+    gone.clear();
+    for (std::size_t i = 0; i < some.size(); ++i)
+      if (locations[i] != 0) gone.push_back(some[i]);
+    removed_ += cold_.forget(some, locations.data());
+    removed += gone.size();
+    hot_->note_removals_elsewhere(gone);
+  }
+  return removed;
+}
+
 // ---- expiry --------------------------------------------------------------------------------------
 
 template <class Each>

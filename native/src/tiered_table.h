@@ -55,6 +55,7 @@ class TieredTable {
                    float* state);
   std::size_t count_expired(std::int64_t now);
   std::size_t evict(std::int64_t now);
+  std::size_t remove(std::span<const std::int64_t> ids);  // moves no cold row in
   void digests(std::span<const std::int64_t> buckets, std::uint64_t number, std::uint64_t total,
                std::uint64_t* sums);
   void clear(std::size_t rows);
@@ -95,6 +96,7 @@ class TieredTable {
   Table& hot() { return *hot_; }
   std::uint64_t hot_rows_allowed() const { return room().rows; }
   std::uint64_t evicted() const { return evicted_.load(std::memory_order_relaxed); }
+  std::uint64_t removed() const { return removed_.load(std::memory_order_relaxed); }
   ColdStats stats() const { return cold_.stats(); }
   // Memory of everything but the hot table's rows and index.
   std::uint64_t cold_memory_bytes() const;
@@ -124,6 +126,7 @@ class TieredTable {
   std::atomic<bool> shrinks_{false};
   std::atomic<std::uint64_t> moved_in_{0};  // calls that moved rows in
   std::atomic<std::uint64_t> evicted_{0};   // cold rows
+  std::atomic<std::uint64_t> removed_{0};   // cold rows
   std::atomic<std::uint64_t> adopted_{0};
 
   std::uint64_t lately_ = 0;            // rows that are read between two writes

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ def measure(plan: DeviceTablePlan, device: Device) -> Report:
         for part in (
             bench.measure_torch,
             bench.measure_loads,
-            bench.measure_bfloat16,
+            bench.measure_storage,
             bench.measure_wide,
             bench.measure_growth,
         ):
@@ -181,17 +182,17 @@ class _Bench:
         report.add(case, "time", stepped, "ms")
         return found
 
-    def measure_bfloat16(self) -> None:
-        """Look up and train rows with bfloat16 embeddings, rounded by chance, next to those with float32."""
+    def measure_storage(self) -> None:
+        """Look up and train rows with narrow embeddings, rounded by chance, next to those with float32."""
         plan, report = self._plan, self._report
+        dtypes: tuple[EmbeddingDtype, ...] = get_args(EmbeddingDtype)
         for name, optimizer in (("adagrad", Adagrad()), ("sgd", Sgd())):
-            report.say(f"float32 and bfloat16 embeddings, {name}")
-            before = self._measure_storage(optimizer, "float32")
-            after = self._measure_storage(optimizer, "bfloat16")
+            report.say(f"{', '.join(dtypes)} embeddings, {name}")
+            measured = {dtype: self._measure_storage(optimizer, dtype) for dtype in dtypes}
             for work, unit in (("lookup", "rows/s"), ("update", "rows/s"), ("bytes of a place", "bytes")):
-                found: dict[EmbeddingDtype, float] = {"float32": before[work], "bfloat16": after[work]}
+                found = {dtype: one[work] for dtype, one in measured.items()}
                 add_storage(report, work, f"{plan.dim} floats, {name}", unit, found)
-        report.show(f"bfloat16 embeddings, {plan.rows:,} rows, batches of {plan.batch:,} uniform ids")
+        report.show(f"narrow embeddings, {plan.rows:,} rows, batches of {plan.batch:,} uniform ids")
 
     def _measure_storage(self, optimizer: Optimizer, dtype: EmbeddingDtype) -> dict[str, float]:
         """Return rates, and the bytes of values and state at a place, free or not."""

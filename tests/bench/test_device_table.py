@@ -57,12 +57,14 @@ def test_all_that_is_promised_is_there(results: list[Result], case: str, metric:
     assert result.value > 0
 
 
-def test_bfloat16_is_compared_with_float32(results: list[Result]) -> None:
-    for name, ratio in (("adagrad", 0.75), ("sgd", 0.5)):
-        (place,) = found(results, f"bytes of a place, bfloat16, 4 floats, {name}", "bytes_per_row")
-        assert (place.baseline, place.ratio) == (f"bytes of a place, float32, 4 floats, {name}", ratio)
+@pytest.mark.parametrize("dtype, values", [("bfloat16", 8), ("float16", 8), ("int8", 4 + 4)])
+def test_narrow_embeddings_are_compared_with_float32(results: list[Result], dtype: str, values: int) -> None:
+    for name, state in (("adagrad", 16), ("sgd", 0)):
+        (place,) = found(results, f"bytes of a place, {dtype}, 4 floats, {name}", "bytes_per_row")
+        assert place.baseline == f"bytes of a place, float32, 4 floats, {name}"
+        assert place.ratio == (values + state) / (16 + state)
         for work in ("lookup", "update"):
-            (rate,) = found(results, f"{work}, bfloat16, 4 floats, {name}", "rows_per_s")
+            (rate,) = found(results, f"{work}, {dtype}, 4 floats, {name}", "rows_per_s")
             assert rate.baseline == f"{work}, float32, 4 floats, {name}"
 
 

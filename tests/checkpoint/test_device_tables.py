@@ -1,4 +1,4 @@
-"""Checkpoints move between tables in host memory, on a device, and in both: whoever wrote, whoever reads."""
+"""Checkpoints move between tables in host memory, on a device, and in files: whoever wrote, whoever reads."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.small_runs import chain, rows_of
-from contracts.tables import cuda_table_classes, spilling_table_classes
+from contracts.tables import (
+    LinkingTieredTable,
+    cuda_table_classes,
+    linking_three_tier_table_classes,
+    spilling_table_classes,
+)
 
 from monolith.checkpoint import TablesPart
 from monolith.checkpoint.part import RestoreOptions, SavedPart
 from monolith.table import Adam, NativeTable, OneBit, Segment, Table, TableConfig
 
-KINDS = [NativeTable, *cuda_table_classes(), *spilling_table_classes()]
+KINDS = [NativeTable, *cuda_table_classes(), *spilling_table_classes(), *linking_three_tier_table_classes()]
 PAIRS = [(one, other) for one in KINDS for other in KINDS if one is not other]
+PAIRS += [
+    pair
+    for cls in linking_three_tier_table_classes()
+    for pair in ((cls, LinkingTieredTable), (LinkingTieredTable, cls), (cls, cls))
+]
 STEEP = TableConfig(
     name="item",
     segments=(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoint.small_runs import USER, SmallRun, rows_of
 from checkpoint.small_servers import ServersPart
-from contracts.tables import LinkingTieredTable, ids
+from contracts.tables import LinkingTieredTable, ids, linking_three_tier_table_classes
 
 from monolith.checkpoint import (
     Checkpointer,
@@ -40,8 +40,8 @@ def links(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.cold-*-of-*") if path.is_file())
 
 
-def tiered(folder: Path, **how: Any) -> SmallRun:
-    run = SmallRun(folder, kind=LinkingTieredTable, **how)
+def tiered(folder: Path, kind: Any = LinkingTieredTable, **how: Any) -> SmallRun:
+    run = SmallRun(folder, kind=kind, **how)
     run.train(*KEYS)
     run.train(*KEYS[::2], time=2)
     return run
@@ -69,15 +69,23 @@ def test_a_run_comes_back_and_trains_on_to_the_bit(folder: Path, kind: Any, full
     assert other.state()["rows"] == run.state()["rows"]
 
 
-def test_a_restore_into_such_a_table_links_and_reads_no_row(folder: Path) -> None:
-    prefix = tiered(folder).save(1)
+LINKING = [LinkingTieredTable, *linking_three_tier_table_classes()]
+
+
+@pytest.mark.parametrize("writer", LINKING)
+@pytest.mark.parametrize("reader", LINKING)
+def test_a_restore_into_such_a_table_links_and_reads_no_row(folder: Path, writer: Any, reader: Any) -> None:
+    run = tiered(folder, writer)
+    prefix = run.save(1)
     before = {path: path.stat().st_nlink for path in links(folder)}
-    other = SmallRun(folder.with_name("other"), kind=LinkingTieredTable)
+    assert len(before) >= 2
+    other = SmallRun(folder.with_name("other"), kind=reader)
     other.checkpointer.restore(prefix)
     assert {path: path.stat().st_nlink for path in links(folder)} == {
         path: many + 1 for path, many in before.items()
     }
     assert len(other.tables["user"]) == len(KEYS)
+    assert other.state()["rows"] == run.state()["rows"]
 
 
 def test_retention_removes_links(folder: Path) -> None:

@@ -11,10 +11,14 @@ import pytest
 import torch
 from services.emulated_cuda import EmulatedDevice, device_named, device_names
 from services.spilling_tables import (
+    LinkingThreeTierEmulatedTable,
+    LinkingThreeTierTable,
     RoomyCudaTable,
     RoomyEmulatedTable,
     SpillingCudaTable,
     SpillingEmulatedTable,
+    ThreeTierCudaTable,
+    ThreeTierEmulatedTable,
 )
 from torch import Tensor
 
@@ -91,15 +95,14 @@ def _to_quarters(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def narrow_table_classes() -> list[Any]:
-    """Return all implementations with narrow embeddings that they have. They are layouts of their own, so
+    """Return all implementations with narrow embeddings. They are layouts of their own, so
     that on an emulated device they are a soak. Tests marked float32_rows are not run with them, and those
     marked exact_rows not with int8."""
-    host = [*host_table_classes(), *tiered_table_classes()]
     dtypes: tuple[EmbeddingDtype, ...] = ("bfloat16", "float16", "int8")
     return [
         pytest.param(narrow(cls, dtype), marks=pytest.mark.soak if is_emulated(cls) else ())
         for dtype in dtypes
-        for cls in [*host, *(cuda_table_classes() + spilling_table_classes() if dtype == "bfloat16" else [])]
+        for cls in [*host_table_classes(), *tiered_table_classes(), *device_table_classes()]
     ]
 
 
@@ -113,6 +116,11 @@ def host_table_classes() -> list[Any]:
     return [DictTable, NativeTable]
 
 
+def device_table_classes() -> list[Any]:
+    """Return those with rows on a device."""
+    return [*cuda_table_classes(), *spilling_table_classes(), *three_tier_table_classes()]
+
+
 def cuda_table_classes() -> list[Any]:
     """Return tables on the device there is, and on an emulated one wherever it can be compiled."""
     return [{"gpu": CudaTable, "emulated": EmulatedCudaTable}[name] for name in device_names()]
@@ -121,6 +129,18 @@ def cuda_table_classes() -> list[Any]:
 def spilling_table_classes() -> list[Any]:
     """Return tables with room for twelve rows on the same devices, which keep the others in host memory."""
     return [{"gpu": SpillingCudaTable, "emulated": SpillingEmulatedTable}[name] for name in device_names()]
+
+
+def three_tier_table_classes() -> list[Any]:
+    """Return tables with room for twelve rows on the same devices, six in host memory, and the rest in
+    files."""
+    return [{"gpu": ThreeTierCudaTable, "emulated": ThreeTierEmulatedTable}[name] for name in device_names()]
+
+
+def linking_three_tier_table_classes() -> list[Any]:
+    """Return the same with all cold rows in files when a snapshot is opened."""
+    found = {"gpu": LinkingThreeTierTable, "emulated": LinkingThreeTierEmulatedTable}
+    return [found[name] for name in device_names()]
 
 
 def tiered_table_classes() -> list[Any]:
@@ -152,7 +172,13 @@ def roomy_table_classes() -> list[Any]:
 
 def is_emulated(cls: object) -> bool:
     """Whether this is a table whose kernels are compiled for each layout, by g++."""
-    return cls in (EmulatedCudaTable, SpillingEmulatedTable, RoomyEmulatedTable)
+    return cls in (
+        EmulatedCudaTable,
+        SpillingEmulatedTable,
+        ThreeTierEmulatedTable,
+        LinkingThreeTierEmulatedTable,
+        RoomyEmulatedTable,
+    )
 
 
 def quick_table_classes() -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contracts.tables import ids, rows, spilling_table_classes, table_classes
+from contracts.tables import ids, rows, spilling_table_classes, table_classes, three_tier_table_classes
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -36,7 +36,10 @@ LAZY = DynamicWdAdagrad(learning_rate=RATE, weight_decay=DECAY, lazy_decay=True)
 Make = Callable[..., Table]
 
 
-@pytest.fixture(params=[*table_classes(), *spilling_table_classes()], ids=lambda cls: cls.__name__)
+@pytest.fixture(
+    params=[*table_classes(), *spilling_table_classes(), *three_tier_table_classes()],
+    ids=lambda cls: cls.__name__,
+)
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     made: list[Table] = []
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from contracts.tables import (
-    host_table_classes,
+    cuda_table_classes,
     ids,
     rows,
     spilling_table_classes,
     table_classes,
+    three_tier_table_classes,
     tiered_table_classes,
 )
 from torch import Tensor
@@ -23,9 +24,11 @@ from torch import Tensor
 from monolith.errors import ConfigError
 from monolith.table import (
     Adagrad,
+    CudaTable,
     DictTable,
     DynamicWdAdagrad,
     GroupAdagrad,
+    MultiTable,
     NativeTable,
     RandomUniform,
     Segment,
@@ -58,9 +61,9 @@ def config_of(*segments: Segment, **options: Any) -> TableConfig:
 
 
 def kinds() -> list[Any]:
-    halves = [("bfloat16", cls) for cls in [*table_classes(), *spilling_table_classes()]]
-    others = [(dtype, cls) for dtype in ("float16", "int8") for cls in host_table_classes()]
-    return halves + others + [("int8", cls) for cls in tiered_table_classes()]
+    classes = [*table_classes(), *spilling_table_classes()]
+    found = [(dtype, cls) for dtype in ("bfloat16", "float16", "int8") for cls in classes]
+    return found + [("int8", cls) for cls in [*tiered_table_classes(), *three_tier_table_classes()]]
 
 
 @pytest.fixture(params=kinds(), ids=lambda kind: f"{kind[0]}-{kind[1].__name__}")
@@ -206,6 +209,47 @@ def test_it_is_the_plain_table_to_the_bit(make: Make, segments: tuple[Segment, .
         assert everything(table) == everything(plain)
 
 
+WIDTHS = [
+    pytest.param(widths, marks=() if widths == (32,) or cls is CudaTable else pytest.mark.soak)
+    for cls in cuda_table_classes()[:1]
+    for widths in ((32,), (16,), (64,), (1, 31), (16, 16), (4, 28), (5, 2, 6), (200,))
+]
+"""Those that a device fetches four at a time, two, and one; on an emulated one, most are a soak."""
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("cls", cuda_table_classes())
+def test_fused_steps_of_rows_of_any_width_are_those_of_host_memory(
+    cls: Any, dtype: str, widths: tuple[int, ...], rounding: str
+) -> None:
+    segments = [
+        replace(BIAS_AND_VECTOR[1], dim=width, optimizer=GroupAdagrad() if number % 2 else Adagrad())
+        for number, width in enumerate(widths)
+    ]
+    names, random = ("a", "b"), torch.Generator().manual_seed(5)
+    config = config_of(*segments, embedding_dtype=dtype, embedding_rounding=rounding)
+    there, here = (
+        MultiTable({name: kind(replace(config, name=name)) for name in names}) for kind in (cls, NativeTable)
+    )
+    for step in range(4):
+        some = torch.randint(0, 50, (160,), generator=random)
+        some[:20] = 7
+        gradients = torch.randn(160 * config.dim, generator=random) * 10.0**-step
+        seen = []
+        for tables in (there, here):
+            batch = some, torch.tensor([90, 70])
+            tables.fused_apply_gradients(*batch, gradients, num_batches=1, step=step, dedup=step > 0)
+            seen.append(tables.fused_lookup(*batch, num_batches=1).embeddings.cpu())
+        assert torch.equal(*seen)
+    for name in names:
+        assert everything(there[name]) == everything(here[name])
+        buckets = torch.arange(4096)
+        assert torch.equal(there[name].digests(buckets), here[name].digests(buckets))
+    there.close()
+
+
 def test_optimizer_state_stays_float32(make: Make) -> None:
     table = make(Segment(dim=8, optimizer=Adagrad(initial_accumulator_value=0.1), learning_rate=0.1))
     table.apply_gradients(ids(1), torch.full((1, 8), 0.3))
@@ -238,21 +282,25 @@ def test_a_row_takes_fewer_bytes_of_values(make: Make, dtype: str) -> None:
 
 # Int8
 
+INT8_TABLES = pytest.mark.parametrize("cls", [NativeTable, *cuda_table_classes()])
 
-def test_a_bias_has_another_scale_than_the_vector_next_to_it() -> None:
-    table = NativeTable(config_of(*BIAS_AND_VECTOR, embedding_dtype="int8"))
+
+@INT8_TABLES
+def test_a_bias_has_another_scale_than_the_vector_next_to_it(cls: Any) -> None:
+    table = cls(config_of(*BIAS_AND_VECTOR, embedding_dtype="int8"))
     values = torch.tensor([[5.0, 0.0127, -0.0127, 0.001, 0.0002, 0.0, 0.006]])
     table.assign(ids(1), values)
     assert (table.lookup(ids(1)) - values).abs()[:, 1:].max() < 0.0127 / 253
     assert table.lookup(ids(1))[0, 0].item() == pytest.approx(5.0, rel=2**-17)
 
 
-def test_a_row_of_int8_is_the_same_after_any_number_of_restores() -> None:
+@INT8_TABLES
+def test_a_row_of_int8_is_the_same_after_any_number_of_restores(cls: Any) -> None:
     values = (
         torch.randn(1000, 7, generator=torch.Generator().manual_seed(4))
         * torch.logspace(-30, 30, 1000)[:, None]
     )
-    table, other = (NativeTable(config_of(*BIAS_AND_VECTOR, embedding_dtype="int8")) for _ in range(2))
+    table, other = (cls(config_of(*BIAS_AND_VECTOR, embedding_dtype="int8")) for _ in range(2))
     many = torch.arange(1000)
     table.assign(many, values)
     for step in range(3):
@@ -262,9 +310,10 @@ def test_a_row_of_int8_is_the_same_after_any_number_of_restores() -> None:
         assert torch.equal(other.digests(torch.arange(4096)), table.digests(torch.arange(4096)))
 
 
-def test_the_largest_of_a_row_of_int8_grows_by_small_steps() -> None:
+@INT8_TABLES
+def test_the_largest_of_a_row_of_int8_grows_by_small_steps(cls: Any) -> None:
     """Its code is always 127; it is the scale that is rounded by chance."""
-    table = NativeTable(config_of(embedding_dtype="int8"))
+    table = cls(config_of(embedding_dtype="int8"))
     many = torch.arange(500)
     table.assign(many, torch.ones(500, 8))
     for step in range(100):
@@ -272,8 +321,9 @@ def test_the_largest_of_a_row_of_int8_grows_by_small_steps() -> None:
     assert abs(table.lookup(many).mean().item() - 1.0001) < 8e-6
 
 
-def test_a_nan_that_is_assigned_makes_nans_of_its_segment() -> None:
-    table = NativeTable(config_of(*BIAS_AND_VECTOR, embedding_dtype="int8"))
+@INT8_TABLES
+def test_a_nan_that_is_assigned_makes_nans_of_its_segment(cls: Any) -> None:
+    table = cls(config_of(*BIAS_AND_VECTOR, embedding_dtype="int8"))
     table.assign(ids(1), torch.tensor([[2.0, 1.0, float("nan"), 0.0, 0.0, 0.0, 0.0]]))
     assert table.lookup(ids(1)).isnan().tolist() == [[False] + [True] * 6]
 

@@ -18,6 +18,7 @@ from contracts.tables import (
     rows,
     spilling_table_classes,
     table_classes,
+    three_tier_table_classes,
     tiered_table_classes,
 )
 from torch import Tensor
@@ -69,6 +70,7 @@ DAY = 86400
         *table_classes(),
         *tiered_table_classes(),
         *spilling_table_classes(),
+        *three_tier_table_classes(),
         *narrow_table_classes(),
     ],
     ids=lambda cls: cls.__name__,

@@ -18,16 +18,24 @@ from store.ranks import needs_nccl
 
 from monolith.model import UpdateConfig
 from monolith.train import TrainConfig
+from monolith.train.config import TablesConfig
 
 ON_DEVICE: dict[str, Any] = {"accelerator": "cuda", "embedding_device": "device"}
 FEW: dict[str, Any] = {"device_memory_bytes": 2048}
+THREE_TIERS: dict[str, Any] = FEW | {"tables": TablesConfig(storage="tiered", memory_bytes=4 << 20)}
 CLIPPED = UpdateConfig(clip_norm=0.5)
 """Then gradients that came from all are added up and clipped before they are applied."""
 
 
 @pytest.mark.parametrize("name", device_names())
 @pytest.mark.parametrize(
-    "more, prefetch, update", [({}, 0, UpdateConfig()), ({}, 1, CLIPPED), (FEW, 1, UpdateConfig())]
+    "more, prefetch, update",
+    [
+        ({}, 0, UpdateConfig()),
+        ({}, 1, CLIPPED),
+        (FEW, 1, UpdateConfig()),
+        (THREE_TIERS, 1, UpdateConfig()),
+    ],
 )
 def test_ranks_with_rows_on_a_device_learn_the_same(
     name: str, more: dict[str, Any], prefetch: int, update: UpdateConfig, tmp_path: Path

@@ -15,7 +15,7 @@ from train.hooks.test_live_line import stats
 
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
-from monolith.cluster.status import JobStatus, StatusBoard, TierStatus
+from monolith.cluster.status import JobStatus, StatusBoard, TierStatus, describe_tiers
 from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.coordinator import CoordinatorStatus
 from monolith.runtime.parameter_server import ShardFigures
@@ -268,6 +268,9 @@ def test_a_worker_says_what_its_tiered_tables_have_in_files_and_how_often_they_r
         written_per_s=0.0,
     )
     assert JobStatus.from_json(status.page()).processes[0].tiers is not None
+    local.told.tables = {"item": stats(90, device_rows=10, **LATER)}
+    line = describe_tiers([status.status().tiers])
+    assert line.startswith("90 rows, 10 on the device, 10 in host memory, 5.859 KiB in files")
 
 
 def test_a_server_says_what_its_tiered_tables_have_in_files() -> None:

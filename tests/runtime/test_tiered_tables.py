@@ -28,7 +28,7 @@ from train.tasks import Clicks
 from monolith.errors import ConfigError
 from monolith.runtime import Trainer
 from monolith.store import LocalStore
-from monolith.table import NativeTable, TieredTable
+from monolith.table import NativeTable, Segment, SpillingTable, TableConfig, TieredTable
 from monolith.train import TrainConfig
 from monolith.train.config import KeepConfig, TablesConfig
 from monolith.train.hook import Hook, TrainingRun
@@ -50,7 +50,8 @@ class Cold(Hook):
         self.rows = max(self.rows, sum(table.cold_rows for table in store.stats().values()))
         if isinstance(store, LocalStore):
             tables = [store.table(name) for name in store.tables]
-            self.folders |= {table.folder for table in tables if isinstance(table, TieredTable)}
+            below = [table.far if isinstance(table, SpillingTable) else table for table in tables]
+            self.folders |= {table.folder for table in below if isinstance(table, TieredTable)}
 
 
 def trained(
@@ -214,8 +215,68 @@ def test_ranks_keep_cold_rows_and_resume_with_equal_rows(tmp_path: Path) -> None
     assert (resumed.step, resumed.rows) == (whole.step, whole.rows)
 
 
-def test_rows_on_a_device_are_not_tiered() -> None:
-    device = device_named(device_names()[0])
-    config = TrainConfig(tables=TIERED, accelerator="cuda", embedding_device="device")
-    with pytest.raises(ConfigError, match="storage='tiered' is for tables in host memory"):
-        Trainer(TASK, config, accelerator=OnDevice(device)).train()
+# Below rows on a device
+
+ON_DEVICE: dict[str, Any] = {"accelerator": "cuda", "embedding_device": "device"}
+FEW = 8_000_000
+"""Bytes of a device for rows: those of some batches."""
+
+
+def trained_on(name: str, model_dir: Path, *, steps: int | None = None, **more: Any) -> tuple[Rows, Cold]:
+    rows, cold = Rows(), Cold()
+    config = TrainConfig(
+        model_dir=str(model_dir), deterministic=True, save=SaveConfig(steps=4), max_steps=steps, **ON_DEVICE
+    )
+    accelerator = OnDevice(device_named(name))
+    Trainer(TASK, replace(config, **more), hooks=(rows, cold), accelerator=accelerator).train()
+    return rows, cold
+
+
+@pytest.mark.parametrize("keep", [KeepConfig(), KeepConfig(full_every=3)], ids=["full", "increments"])
+@pytest.mark.parametrize("name", device_names())
+def test_a_run_in_three_tiers_stops_resumes_and_ends_as_with_all_rows_on_the_device(
+    name: str, keep: KeepConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "monolith.runtime.step")
+    whole, tiers = Rows(), {"tables": TIERED, "device_memory_bytes": FEW, "keep": keep}
+    for steps in (6, 12):
+        whole, _ = trained_on(name, tmp_path / "whole", steps=steps)
+    caplog.clear()
+    for steps in (6, 12):
+        resumed, cold = trained_on(name, tmp_path / "run", steps=steps, **tiers)
+        assert resumed.kinds == {SpillingTable}
+        assert cold.rows > 100
+        assert {folder.parent for folder in cold.folders} == {tmp_path / "run" / "cold"}
+        assert not any(folder.exists() for folder in cold.folders)
+    assert resumed.found == whole.found  # to the bit
+    assert caplog.text.count("replayed as CUDA graphs") == 2
+    assert caplog.text.count("the other rows came from host memory and files") == 2
+
+
+@pytest.mark.parametrize("name", device_names())
+@pytest.mark.parametrize(
+    "first, then", [("host", "three"), ("three", "host"), ("two", "three"), ("three", "two")]
+)
+def test_a_checkpoint_restores_in_two_tiers_or_in_three(
+    name: str, first: str, then: str, tmp_path: Path
+) -> None:
+    """In host memory, there and in files, or on a device as well."""
+
+    def run(how: str, steps: int | None) -> Rows:
+        where = tmp_path / "run"
+        if how == "three":
+            return trained_on(name, where, steps=steps, tables=TIERED, device_memory_bytes=FEW)[0]
+        return trained(where, tables=TIERED if how == "two" else TablesConfig(), steps=steps)[0]
+
+    whole, _ = trained(tmp_path / "whole", tables=TablesConfig())
+    run(first, 8)
+    assert_same_rows(run(then, None).found, whole.found)
+
+
+def test_tiers_below_a_device_need_its_share_of_memory() -> None:
+    with pytest.raises(ConfigError, match="needs device_memory_bytes, the memory of the accelerator"):
+        TrainConfig(tables=TIERED, **ON_DEVICE)
+    segments = (Segment(dim=4),)
+    table = TableConfig(name="item", segments=segments, storage="tiered", memory_bytes=4 << 20)
+    with pytest.raises(ConfigError, match="table 'item': storage='tiered' keeps rows in files that have no"):
+        LocalStore.from_configs({"item": table}, device=device_named(device_names()[0]))

@@ -234,6 +234,25 @@ def test_cold_rows_expire(config: TableConfig) -> None:
     tiered.close()
 
 
+def test_cold_rows_are_removed_where_they_are(table: TieredTable) -> None:
+    train(table, torch.arange(20_000))
+    table.flush()
+    popular = torch.arange(19_950, 20_000)
+    train(table, popular)
+    before = table.stats()
+    table.lookup(torch.arange(1000))
+    looked = table.stats()
+    cold, read = looked.cold_found - before.cold_found, looked.cold_bytes_read
+    assert cold > 900
+    assert table.remove(torch.arange(-10, 1000).repeat(2)) == 1000
+    after = table.stats()
+    assert (after.rows, after.removed) == (19_000, 1000)
+    assert before.cold_rows - after.cold_rows == cold  # no row took the place of another
+    assert after.cold_bytes_read == read  # the lookup did
+    assert not table.contains(torch.arange(1000)).any()
+    assert table.remove(torch.arange(1000)) == 0
+
+
 def test_files_that_are_mostly_dead_are_compacted(table: TieredTable) -> None:
     generator = torch.Generator().manual_seed(0)
     for step in range(60):

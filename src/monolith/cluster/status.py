@@ -61,7 +61,7 @@ class TierStatus:
 
     rows: Count
     hot_rows: Count
-    """Of the rows, those in memory; all others are in files."""
+    """Of the rows, those in memory, of a device or of the host; all others are in files."""
     file_bytes: Count
     compactions: Count
     """Files that were compacted since the process started."""
@@ -72,6 +72,8 @@ class TierStatus:
     read_per_s: Seconds | None = None
     """Bytes that were read from files, per second."""
     written_per_s: Seconds | None = None
+    device_rows: Count = 0
+    """Of the hot rows, those on a device."""
 
 
 def describe_tiers(tiers: Iterable[TierStatus | None]) -> str:
@@ -84,9 +86,11 @@ def describe_tiers(tiers: Iterable[TierStatus | None]) -> str:
     read = sum(one.read_per_s or 0.0 for one in known)
     written = sum(one.written_per_s or 0.0 for one in known)
     compactions = sum(one.compactions for one in known)
+    there = sum(one.device_rows for one in known)
+    on_device = f"{describe_count(there)} on the device, " if there else ""
     parts = [
-        f"{describe_count(sum(one.rows for one in known))} rows, "
-        f"{describe_count(sum(one.hot_rows for one in known))} in memory, "
+        f"{describe_count(sum(one.rows for one in known))} rows, {on_device}"
+        f"{describe_count(sum(one.hot_rows for one in known) - there)} in {'host ' if there else ''}memory, "
         f"{describe_bytes(sum(one.file_bytes for one in known))} in files",
         f"{describe_part(max(1 - ids_read / ids, 0.0))} of lookups and updates found theirs in memory"
         if ids

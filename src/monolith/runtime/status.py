@@ -256,4 +256,5 @@ def _tiers(rates: Rates, tiered: TableStats | None) -> TierStatus | None:
         ids_read_per_s=grown.get("ids_read"),
         read_per_s=grown.get("read"),
         written_per_s=grown.get("written"),
+        device_rows=tiered.device_rows,
     )

@@ -197,8 +197,9 @@ class TrainingStep:
             for hot in self._graph.hot_rows:
                 _log.info(
                     "%.1f%% of the ids found their row on the device, or had none yet; the other rows came "
-                    "from host memory",
+                    "from %s",
                     100 * hot.counts.share,
+                    hot.elsewhere,
                 )
             self._graph.close()
 
@@ -260,8 +261,9 @@ class TrainingStep:
         for hot in graph.hot_rows:
             _log.info(
                 "the device has room for %s rows (train.device_memory_bytes); those not used for longest are "
-                "in host memory, and come to the device ahead of the steps that need them",
+                "in %s, and come to the device ahead of the steps that need them",
                 f"{hot.rows:,}",
+                hot.elsewhere,
             )
         return graph
 

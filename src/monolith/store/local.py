@@ -95,11 +95,13 @@ class LocalStore:
             device: A GPU for the rows: tables are made there, whatever `make_table` is. None means host
                 memory.
             device_bytes: Bytes of that GPU's memory for all tables, divided by `device_budgets`; rows that do
-                not fit are in host memory, see `SpillingTable`. None takes as much as rows need.
+                not fit are in host memory, and those of tiered tables in files, see `SpillingTable`. None
+                takes as much as rows need.
 
         Raises:
             AcceleratorError: There is no such device.
-            ConfigError: The bytes are too few for the smallest tables, or a table on a device is tiered.
+            ConfigError: The bytes are too few for the smallest tables, or a table on a device is tiered and
+                there are no `device_bytes`: all of its rows would be there.
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
         shares = {} if device is None or device_bytes is None else device_budgets(configs, device_bytes)
@@ -119,13 +121,14 @@ class LocalStore:
                 split_num=counting.split_num,
                 equal=counting.equal,
             )
-            if config.storage == "tiered" and device is not None:
+            if config.storage == "tiered" and device is not None and device_bytes is None:
                 raise ConfigError(
-                    f"table {name!r}: storage='tiered' is for tables in host memory, and its rows are to be "
-                    f"on {device}. Set embedding_device to host, or storage to memory"
+                    f"table {name!r}: storage='tiered' keeps rows in files that have no room on {device} and "
+                    "in host memory, and all of that device's memory may be taken. Set "
+                    "train.device_memory_bytes to the memory of rows there, or storage to memory"
                 )
             if device is not None:
-                tables[name] = _on_device(config, admission, device, shares.get(name), team)
+                tables[name] = _on_device(config, admission, device, shares.get(name), team, reader)
             elif make_table is NativeTable and config.storage == "tiered":
                 tables[name] = TieredTable(config, admission=admission, workers=team, reader=reader)
             elif make_table is NativeTable:
@@ -259,12 +262,13 @@ def _on_device(
     device: torch.device | Device,
     share: int | None,
     workers: native.Workers,
+    reader: native.BlockReader,
 ) -> Table:
     whole = config.capacity_bytes
     if share is None or (whole is not None and whole <= share):
         return CudaTable(config, admission=admission, device=device)
     return SpillingTable.within(
-        config, device_bytes=share, admission=admission, device=device, workers=workers
+        config, device_bytes=share, admission=admission, device=device, workers=workers, reader=reader
     )
 
 

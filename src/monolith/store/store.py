@@ -58,6 +58,8 @@ def add_stats(found: Sequence[TableStats]) -> TableStats:
         removed=sum(one.removed for one in found),
         max_event_time=max(one.max_event_time for one in found),
         non_finite=sum(one.non_finite for one in found),
+        device_rows=sum(one.device_rows for one in found),
+        device_bytes=sum(one.device_bytes for one in found),
         tiered_ids=sum(one.tiered_ids for one in found),
         cold_rows=sum(one.cold_rows for one in found),
         cold_bytes=sum(one.cold_bytes for one in found),

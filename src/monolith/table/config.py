@@ -373,7 +373,7 @@ class TableConfig:
     embedding_dtype: EmbeddingDtype = "float32"
     """How a training table stores embeddings. With bfloat16 and float16 they take half the bytes, with int8 a
     quarter and a scale of 4 bytes per segment; callers still read and write float32, steps are computed in
-    float32, and optimizer state stays float32. A table on a GPU has float32 or bfloat16."""
+    float32, and optimizer state stays float32."""
     embedding_rounding: EmbeddingRounding = "stochastic"
     """How a step's result is rounded to embedding_dtype: to the nearest, which loses small changes (with
     bfloat16 those of less than 1/512 of a value), or up or down by a chance that makes the mean of many small
@@ -381,10 +381,10 @@ class TableConfig:
     values go to the nearest."""
     storage: TableStorage = "memory"
     """Where rows are: all in memory, or the hot ones in `memory_bytes` of memory and all others in files; see
-    `TieredTable`."""
+    `TieredTable`, and `SpillingTable` with a GPU above both."""
     memory_bytes: int | None = None
-    """Of a tiered table: bytes of memory for hot rows, for the index of cold ones (9 to 10 bytes for each),
-    and for buffers."""
+    """Of a tiered table: bytes of host memory for hot rows, for the index of cold ones (9 to 10 bytes for
+    each), and for buffers."""
     storage_dir: str | None = None
     """Of a tiered table: the folder of its files, on a local disk; by default one in the system's folder of
     temporary files. Each table makes a folder of its own in it."""

@@ -139,6 +139,10 @@ class TableStats:
     """The newest event time written so far."""
     non_finite: int = 0
     """Updates left out because their gradient, or the row they would have made, was NaN or infinite."""
+    device_rows: int = 0
+    """Of the rows, those on a device, if others may be elsewhere; see `SpillingTable`."""
+    device_bytes: int = 0
+    """Of `bytes_total`, those of that device."""
     tiered_ids: int = 0
     """Ids that were looked up in a tiered table, or written to it; repeats count each time."""
     cold_rows: int = 0

@@ -234,8 +234,10 @@ class TieredTable:
             return self._hot.reinitialize(ids, now=now)
 
     def remove(self, ids: Tensor) -> int:
-        with self._writing(ids):
-            return self._hot.remove(ids)
+        keys = arguments.id_array(ids)
+        self._count(len(keys))
+        with self._open(writing=True) as core, _errors():
+            return core.remove(keys)
 
     def restore(self, rows: Rows) -> None:
         arguments.row_arrays(rows, self._config)  # refuses rows that do not fit before any moves
@@ -345,6 +347,7 @@ class TieredTable:
                 bytes_index=hot.bytes_index + cold.bytes_index,
                 inserted=hot.inserted + core.adopted,
                 evicted=hot.evicted + core.evicted,
+                removed=hot.removed + core.removed,
                 tiered_ids=self._ids,
                 cold_rows=cold.rows,
                 cold_bytes=cold.bytes_files,

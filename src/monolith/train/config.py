@@ -146,16 +146,18 @@ class TablesConfig:
     embedding_dtype: EmbeddingDtype = "float32"
     """How tables store embeddings, if their features do not say. "bfloat16" and "float16" take half the
     bytes, "int8" a quarter and 4 more; steps are computed in float32 and optimizer state stays float32. A
-    checkpoint restores with any value. Rows on a GPU are "float32" or "bfloat16"."""
+    checkpoint restores with any value."""
     embedding_rounding: EmbeddingRounding = "stochastic"
     """How steps are rounded to embedding_dtype: "stochastic" by a repeatable chance, so that the mean of many
     small steps is right, or "nearest", which loses small ones: with bfloat16 those of less than 1/512 of a
     value."""
     storage: TableStorage = "memory"
     """Where rows are: "memory" keeps all of them there; "tiered" keeps the hot ones in memory_bytes of memory
-    and all others in files, for tables that are larger than memory."""
+    and all others in files, for tables that are larger than memory. With rows on a GPU there are three tiers:
+    the hottest rows are in device_memory_bytes of the GPU, and files have those that fit into neither."""
     memory_bytes: int | None = None
-    """Bytes of memory of each tiered table, for hot rows, 9 to 10 bytes for each cold row, and buffers."""
+    """Bytes of host memory of each tiered table, for hot rows, 9 to 10 bytes for each cold row, and buffers.
+    Memory of a GPU is no part of it."""
     storage_dir: str | None = None
     """The folder for the files of tiered tables, on a local disk; by default "cold" in a local model_dir,
     else the system's folder of temporary files. They are no checkpoint: the process removes them at its
@@ -216,8 +218,8 @@ class TrainConfig:
     without parameter servers."""
     device_memory_bytes: int | None = None
     """The memory of the accelerator that rows on it may take, all tables together: "40GB". It is taken at the
-    start; beyond it the rows that were not trained for longest go to host memory. None takes as much as rows
-    need."""
+    start; beyond it the rows that were not trained for longest go to host memory and, with tables.storage =
+    "tiered", from there to files. None takes as much as rows need."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """The numbers that the dense half computes with in training. bfloat16 is torch's autocast: it computes
     matrix products, while weights, losses, and rows with their gradients stay float32. Evaluation and serving
@@ -303,6 +305,16 @@ class TrainConfig:
             raise ConfigError(
                 f"train: device_memory_bytes is {self.device_memory_bytes:,}; it must be above 0, and is for "
                 "embedding_device='device'. Leave it out, or keep rows on the device"
+            )
+        if (
+            self.tables.storage == "tiered"
+            and self.embedding_device == "device"
+            and self.device_memory_bytes is None
+        ):
+            raise ConfigError(
+                "train: tables.storage='tiered' with embedding_device='device' needs device_memory_bytes, "
+                "the memory of the accelerator for rows of all tables; rows beyond it are in "
+                "tables.memory_bytes of host memory for each table, and in files"
             )
         if self.submitted_at is not None and self.submitted_at < 0:
             raise ConfigError(f"train: submitted_at must be 0 or more, or None, got {self.submitted_at}")

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.emulated_cuda import EmulatedDevice, device_names, nothing_waits
 from services.properties import tries
-from services.spilling_tables import spilling_table
+from services.spilling_tables import spilling_table, three_tier_table
 from table.cuda.test_spilling_table import assert_same_bits, held
 from torch import Tensor
 
 from monolith import native
 from monolith.cuda import Device, device_of
+from monolith.errors import CorruptFileError
 from monolith.table import (
     Adagrad,
     Expiry,
@@ -43,10 +44,11 @@ def config(number: int, **more: Any) -> TableConfig:
 class Pair:
     """Tables with few rows on a device, and the same tables in host memory alone."""
 
-    def __init__(self, device: Device, *, places: int = 64, each: int = 8) -> None:
+    def __init__(self, device: Device, *, places: int = 64, each: int = 8, files: bool = False) -> None:
         self.device = device
         self.here = [NativeTable(config(number)) for number in range(len(DIMS))]
-        self.there = [spilling_table(config(n), device=device, places=places) for n in range(len(DIMS))]
+        make = three_tier_table if files else spilling_table
+        self.there = [make(config(number), device=device, places=places) for number in range(len(DIMS))]
         self.hot = HotRows(self.there, native.Workers(2))
         self.sizes = np.full(len(DIMS), each, np.int64)
         where = device.torch_device
@@ -105,9 +107,9 @@ def device(request: pytest.FixtureRequest) -> Device:
     return device_of(None) if request.param == "gpu" else EmulatedDevice()
 
 
-@pytest.fixture
-def pair(device: Device) -> Iterator[Pair]:
-    made = Pair(device)
+@pytest.fixture(params=[False, True], ids=["memory", "files"])
+def pair(device: Device, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(device, files=request.param)
     yield made
     made.close()
 
@@ -137,6 +139,47 @@ def test_the_room_on_the_device_is_used_for_rows_however_many_have_come_and_gone
             rows.append(len(pair.there[0].near))
     assert min(rows) > 0.7 * (pair.there[0].near.most_rows or 0)
     pair.check()
+    pair.close()
+
+
+def test_cold_rows_of_a_batch_are_read_once_and_counted(device: Device) -> None:
+    pair = Pair(device, places=64, files=True)
+    for first in range(0, 400, 8):
+        pair.train(pair.stage(torch.arange(first, first + 8)))
+    table = pair.there[0]
+    with SpillingTable.moving([table]):
+        pass  # rows on their way are far now
+    table.far.flush()  # type: ignore[attr-defined]
+    before = table.stats()
+    assert before.device_rows == len(table.near)
+    assert 0 < before.rows - before.device_rows - before.cold_rows <= 6  # in host memory
+    assert before.tiered_ids == 400
+    cold = torch.arange(8)
+    staged = pair.stage(cold)
+    assert table.near.contains(cold).all()
+    assert not table.far.contains(cold).any()
+    after = table.stats()
+    assert after.tiered_ids == 408
+    assert after.cold_ids_read - before.cold_ids_read == 8
+    pair.train(staged)
+    pair.check()
+    pair.close()
+
+
+def test_a_damaged_file_is_refused_when_a_batch_needs_its_rows(device: Device) -> None:
+    pair = Pair(device, places=64, files=True)
+    for first in range(0, 400, 8):
+        pair.train(pair.stage(torch.arange(first, first + 8)))
+    far = [table.far for table in pair.there]
+    assert len(pair.there[0]) == 400  # rows on their way are far now
+    far[0].flush()  # type: ignore[attr-defined]
+    for path in far[0].folder.glob("*.cold"):  # type: ignore[attr-defined]
+        content = bytearray(path.read_bytes())
+        content[5000] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(CorruptFileError):
+        pair.stage(torch.arange(8))
+    assert [len(one) for one in pair.there] == [400] * len(DIMS)  # no row left its place
     pair.close()
 
 
@@ -220,12 +263,13 @@ WRITES = ["assign", "remove", "track", "restore", "clear", "drop"]
         max_size=60,
     ),
     ahead=st.integers(1, 3),
+    files=st.booleans(),
 )
 @pytest.mark.parametrize("kind", device_names())
 def test_whatever_else_is_done_it_is_the_table_in_host_memory(
-    kind: str, story: Sequence[tuple[str, int]], ahead: int
+    kind: str, story: Sequence[tuple[str, int]], ahead: int, files: bool
 ) -> None:
-    pair = Pair(device_of(None) if kind == "gpu" else EmulatedDevice(), places=64)
+    pair = Pair(device_of(None) if kind == "gpu" else EmulatedDevice(), places=64, files=files)
     waiting: list[StagedBatch] = []
     for what, at in story:
         ids = torch.arange(at, at + 8)

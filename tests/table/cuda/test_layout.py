@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from monolith.errors import ConfigError
 from monolith.table import Adam, Constant, Fp16, OneBit, Segment, TableConfig
 from monolith.table.config import EmbeddingDtype
 from monolith.table.cuda.layout import row_layout
@@ -41,9 +40,11 @@ def test_settings_reach_the_source_to_the_last_bit() -> None:
     assert dict(layout.rows.headers)["layout.h"] == layout.header
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_embeddings_that_the_kernels_do_not_know_are_refused(dtype: EmbeddingDtype) -> None:
-    stored = replace(config(Segment(dim=2)), embedding_dtype=dtype)
-    with pytest.raises(ConfigError, match=f"got embedding_dtype='{dtype}'. Set 'bfloat16', or keep the rows"):
-        row_layout(stored)
-    assert row_layout(replace(stored, serving=True)) == row_layout(config(Segment(dim=2), serving=True))
+@pytest.mark.parametrize("dtype, row_bytes", [("bfloat16", 12), ("float16", 12), ("int8", 8 + 2 * 4)])
+def test_narrow_values_take_whole_words_and_int8_a_scale_for_each_segment(
+    dtype: EmbeddingDtype, row_bytes: int
+) -> None:
+    segments = Segment(dim=2), Segment(dim=3)
+    stored = replace(config(*segments), embedding_dtype=dtype)
+    assert row_layout(stored).row_bytes == row_bytes
+    assert row_layout(replace(stored, serving=True)) == row_layout(config(*segments, serving=True))

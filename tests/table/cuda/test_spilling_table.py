@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.emulated_cuda import EmulatedDevice, device_names, nothing_waits
 from services.properties import tries
-from services.spilling_tables import bytes_of, spilling_table
+from services.spilling_tables import bytes_of, spilling_table, three_tier_table
 from torch import Tensor
 
 from monolith.cuda import Device, device_of
@@ -167,6 +167,76 @@ def test_no_call_waits_while_all_rows_are_on_the_device(kind: str) -> None:
             table.apply_gradients(many, gradients, step=step, event_time=many, dedup=True)
         table.lookup(many)
     assert len(table) == 100
+
+
+# Three tiers
+
+
+def in_files(table: SpillingTable) -> int:
+    return table.stats().cold_rows
+
+
+def test_rows_go_from_the_device_to_host_memory_and_on_to_files_and_come_back_from_either(
+    device: Device,
+) -> None:
+    table, reference = three_tier_table(CONFIG, device=device, hot=6), NativeTable(CONFIG)
+    for step in range(10):
+        for one in (table, reference):
+            train(one, torch.arange(6 * step, 6 * step + 6), step)
+    assert (len(table), len(table.near)) == (60, NEAR)
+    assert 60 - NEAR - 6 <= in_files(table) < 60 - NEAR
+    assert_same_bits(reference, table)
+    for step, ids in enumerate((torch.arange(6), torch.arange(42, 48), torch.arange(3, 9)), 10):
+        for one in (table, reference):
+            train(one, ids, step)
+        assert set(ids.tolist()) <= set(held(table.near))
+    assert_same_bits(reference, table)
+    before = table.stats()
+    assert (before.inserted, before.removed, before.evicted) == (60, 0, 0)
+    assert table.remove(torch.arange(0, 60, 7)) == reference.remove(torch.arange(0, 60, 7)) == 9
+    assert table.evict(86_400 + 4) == reference.evict(86_400 + 4)
+    assert_same_bits(reference, table)
+    for name in ("rows", "inserted", "removed", "evicted", "max_event_time"):
+        assert getattr(table.stats(), name) == getattr(reference.stats(), name), name
+    table.close()
+
+
+def test_a_lookup_in_three_tiers_moves_nothing_and_counts_ids_once(device: Device) -> None:
+    table = three_tier_table(CONFIG, device=device)
+    many = torch.arange(40)
+    for some in many.split(4):
+        table.assign(some, some.float()[:, None].expand(4, 4).contiguous())
+    near, before = held(table.near), table.stats()
+    assert before.tiered_ids == 40
+    assert table.lookup(torch.tensor([39, 500, 0, 39, 15]))[:, 0].tolist() == [39, 0, 0, 39, 15]
+    assert (held(table.near), in_files(table)) == (near, before.cold_rows)
+    assert table.stats().tiered_ids == 45
+    table.close()
+
+
+def test_host_memory_stays_within_its_budget_while_a_table_in_three_tiers_grows(
+    device: Device, tmp_path: Path
+) -> None:
+    segment = Segment(dim=64, optimizer=Adagrad(), initializer=RandomUniform(), learning_rate=0.5)
+    config = TableConfig(
+        name="item", segments=(segment,), storage="tiered", memory_bytes=4 << 20, storage_dir=str(tmp_path)
+    )
+    budget = bytes_of(config, 1024)
+    table = SpillingTable.within(config, device_bytes=budget, device=device)
+    batch = 500
+    for step in range(40):
+        train(table, torch.arange(batch * step, batch * step + batch), step)
+        stats = table.stats()
+        assert stats.device_bytes <= budget
+        assert stats.bytes_total - stats.device_bytes <= 4 << 20
+    assert stats.rows == 40 * batch  # of 512 bytes: 10 MB
+    assert stats.cold_rows > 10 * batch
+    assert list(tmp_path.glob("*.cold"))
+    snapshot = table.snapshot()
+    table.close()
+    assert list(tmp_path.glob("*.cold"))  # the snapshot may still be dumped
+    snapshot.close(saved=False)
+    assert not list(tmp_path.glob("*.cold"))
 
 
 def test_comings_and_goings_between_the_halves_are_not_counted(table: SpillingTable) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -304,6 +305,24 @@ def test_gauges_tell_the_tiers_of_tiered_tables_and_only_of_these() -> None:
     ):
         assert f"monolith_{line}\n" in text
     assert 'cold_rows{table="user"}' not in text
+
+
+SPILLING = stats(100, device_rows=40, device_bytes=320)
+
+
+def test_gauges_and_status_tell_which_rows_are_on_a_device_if_others_are_elsewhere() -> None:
+    metrics = Metrics()
+    show = gauge_status(metrics)
+    show(standing(tables={"user": stats(3), "item": SPILLING, "shop": replace(TIERED, device_bytes=320)}))
+    text = metrics.render().decode()
+    for line in ('rows{table="item"} 40.0', 'bytes{table="item"} 320.0', 'rows{table="shop"} 0.0'):
+        assert f"monolith_table_device_{line}\n" in text
+    assert 'device_rows{table="user"}' not in text
+    assert 'cold_rows{table="item"}' not in text
+    assert 'cold_rows{table="shop"} 60.0' in text
+    assert "on the device" not in describe_status(standing(tables={"user": stats(3)}))
+    facts = describe_status(standing(tables={"user": stats(3), "item": SPILLING}))
+    assert facts["on the device"] == "40 rows"
 
 
 def test_rows_in_files_are_told_if_a_table_is_tiered() -> None:

@@ -4,7 +4,7 @@ The tables of a model may have more rows than a device has memory for (`Spilling
 are hot: their rows are on the device already. Before a step is replayed as a graph, the few others are
 brought there, by the thread that reads ahead, for all tables together:
 
-    host, several threads     find the distinct ids of the batch that have far rows
+    host, several threads     find the distinct ids of the batch that have far rows; read those in files
                               move those out of the far tables, into pinned memory
     copy to the device        while the device trains on the batch before
     device, between steps     claim places, put the rows there         bring_tables
@@ -44,11 +44,12 @@ from torch import Tensor
 from monolith import native
 from monolith.cuda.kernels import THREADS, blocks_for
 from monolith.cuda.transfers import Landing, Transfers
+from monolith.table.cuda.far_tables import FarFound, far_tables
 from monolith.table.cuda.fused import FusedTables
 from monolith.table.cuda.layout_groups import MAX_CELLS, Ints, PlannedLaunch, Spans
 from monolith.table.cuda.spilling_table import SpillingTable
-from monolith.table.native_table import NativeTable
 from monolith.table.table import Table
+from monolith.table.tiered_table import TieredTable
 
 _log = logging.getLogger(__name__)
 
@@ -138,9 +139,7 @@ class HotRows:
         self._tables = list(tables)
         self.device = tables[0].cuda
         self.near = FusedTables([table.near for table in tables], self.device, staged=True)
-        far = [table.far for table in tables]
-        assert all(isinstance(one, NativeTable) for one in far)
-        self._far = native.TableGroup([one.core for one in far if isinstance(one, NativeTable)], workers)
+        self._far = far_tables([table.far for table in tables], workers)
         self._widths = np.array([(table.dim, table.state_dim) for table in tables], np.int32)
         self._transfers = Transfers(self.device)
         with self.device.active():
@@ -160,6 +159,12 @@ class HotRows:
     def rows(self) -> int:
         """How many rows the device has room for, all tables together."""
         return sum(table.near.most_rows or 0 for table in self._tables)
+
+    @property
+    def elsewhere(self) -> str:
+        """Where the other rows are, for messages."""
+        tiered = any(isinstance(table.far, TieredTable) for table in self._tables)
+        return "host memory and files" if tiered else "host memory"
 
     def stage(self, ids: Tensor, there: Tensor, sizes: Ints) -> StagedBatch:
         """Bring the rows of a batch to the device, in order with the current stream; waits for no step.
@@ -235,6 +240,8 @@ class HotRows:
         if not staged.number:  # not counted yet
             self.counts.seen += len(staged.ids)
             self.counts.fetched += fetched
+            for table, size in zip(tables, sizes.tolist(), strict=True):
+                table.count_ids(size)
         staged.number = self._number
         # Of the ids that were not far, the device knows which are new, and tells a little later: the host's
         # bound counts all, and would keep as many places free.
@@ -243,7 +250,7 @@ class HotRows:
         self._spill_ahead(coming)
         staged.fell = [table.fell for table in tables]
 
-    def _find(self, staged: StagedBatch, free: Sequence[bool]) -> native.FoundRows:
+    def _find(self, staged: StagedBatch, free: Sequence[bool]) -> FarFound:
         """Find the far rows of a batch, of tables whose rows move freely."""
         ids, sizes = staged.ids.numpy(), staged.sizes
         if not all(free):
@@ -251,9 +258,10 @@ class HotRows:
             ids = np.concatenate(
                 [part for part, ok in zip(np.split(ids, ends[:-1]), free, strict=True) if ok] or [ids[:0]]
             )
-        return self._far.find(ids, np.where(free, sizes, 0))
+        found: FarFound = self._far.find(ids, np.where(free, sizes, 0))
+        return found
 
-    def _bring_free(self, staged: StagedBatch, found: native.FoundRows) -> Landing:
+    def _bring_free(self, staged: StagedBatch, found: FarFound) -> Landing:
         """Move the rows that were found far to the device, and stamp all rows of the batch.
 
         Returns:

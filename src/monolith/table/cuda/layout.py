@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from monolith.cuda.device import Device
 from monolith.cuda.kernels import Headers, Kernels, headers_of
-from monolith.errors import ConfigError, TableArgumentError
+from monolith.errors import TableArgumentError
 from monolith.table.compressors import FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.hashing import mix_one
@@ -61,7 +61,7 @@ class DeviceRowLayout:
     dim: int
     state_dim: int
     row_bytes: int
-    """Bytes of the values, in whole words; state is a separate array."""
+    """Bytes of the values with the scales of int8, in whole words; state is a separate array."""
     lanes: int
     lazy: bool
     """Whether rows decay by steps they are not in, which kernels that show or write them must know of."""
@@ -120,17 +120,7 @@ def _program(name: str, file: str, layout: str | None = None) -> KernelProgram:
 
 
 def row_layout(config: TableConfig) -> DeviceRowLayout:
-    """Return the layout of a table's rows.
-
-    Raises:
-        ConfigError: Its kernels know no such rows.
-    """
-    if config.stores_narrow and config.embedding_dtype != "bfloat16":
-        raise ConfigError(
-            f"table {config.name!r}: a table on a GPU stores embeddings as 'float32' or 'bfloat16', got "
-            f"embedding_dtype={config.embedding_dtype!r}. Set 'bfloat16', or keep the rows in host memory "
-            "(train.embedding_device = 'host')"
-        )
+    """Return the layout of a table's rows."""
     structs, column, state, byte = [], 0, 0, 0
     for number, segment in enumerate(config.segments):
         structs.append(_segment_struct(number, segment, column, state, byte))
@@ -138,6 +128,7 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         state += segment.state_dim
         byte += segment.dim * segment.compressor.bytes_per_value
     row_bytes = -(-config.embedding_bytes // 4) * 4
+    stored = config.embedding_dtype if config.stores_narrow else "float32"
     by_chance = config.stores_narrow and config.embedding_rounding == "stochastic"
     lanes = _lanes(config.dim)
     viewed = any(isinstance(segment.compressor, FixedR8 | OneBit) for segment in config.segments)
@@ -150,7 +141,9 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         "SERVING": int(config.serving),
         "LAZY": int(lazy),
         "PLAIN": int(not config.serving and not viewed and not lazy),
-        "BFLOAT16": int(config.stores_narrow),
+        "BFLOAT16": int(stored == "bfloat16"),
+        "FLOAT16": int(stored == "float16"),
+        "INT8": int(stored == "int8"),
         "BY_CHANCE": int(by_chance),
         "HASHED": int(by_chance or any(segment.optimizer.stochastic_rounding for segment in config.segments)),
         "LANES": lanes,
@@ -179,6 +172,7 @@ def _segment_struct(number: int, segment: Segment, column: int, state: int, byte
     rule = optimizer.rule
     low, high = segment.initializer.bounds
     integers = {
+        "kNumber": number,
         "kDim": segment.dim,
         "kColumn": column,
         "kState": state,

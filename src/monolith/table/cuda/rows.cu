@@ -1,8 +1,8 @@
 // Kernels over rows, compiled for one layout.
 //
 // The layout (`layout.h`, written by layout.py) defines DIM, STATE_DIM, ROW_BYTES, SERVING, BFLOAT16,
-// BY_CHANCE, LAZY, LANES, SEED, SEGMENTS and a struct for each segment, Segment0 and so on, which
-// EACH_SEGMENT(X) passes to X by number.
+// FLOAT16, INT8, BY_CHANCE, LAZY, LANES, SEED, SEGMENTS and a struct for each segment, Segment0 and so on,
+// which EACH_SEGMENT(X) passes to X by number.
 //
 // A batch is written by runs of equal places: `order` lists its positions sorted by place, equal ones as they
 // came.
@@ -93,17 +93,50 @@ __device__ __forceinline__ void encode(u8* row, int i, float x) {
 
 using u16 = unsigned short;
 
+#if BFLOAT16 || FLOAT16
+// Values of two bytes, each on its own.
+__device__ __forceinline__ float half_value(u32 code) {
+  return BFLOAT16 ? bfloat16_value(code) : float_of(code);
+}
+__device__ __forceinline__ u32 nearest_half(float x) {
+  return BFLOAT16 ? nearest_bfloat16(x) : nearest_float16(x);
+}
 // Two values from one word, the first in its low half.
-__device__ __forceinline__ float low_bfloat16(u32 word) {
-  return bfloat16_value(word & 0xffff);
+__device__ __forceinline__ float low_half(u32 word) {
+  return half_value(word & 0xffff);
 }
-__device__ __forceinline__ float high_bfloat16(u32 word) {
-  return float_with(word & 0xffff0000);
+__device__ __forceinline__ float high_half(u32 word) {
+  return half_value(word >> 16);
 }
-__device__ __forceinline__ float4 four_bfloat16(uint2 words) {
-  return make_float4(low_bfloat16(words.x), high_bfloat16(words.x), low_bfloat16(words.y),
-                     high_bfloat16(words.y));
+__device__ __forceinline__ float4 four_halves(uint2 words) {
+  return make_float4(low_half(words.x), high_half(words.x), low_half(words.y), high_half(words.y));
 }
+#endif
+
+#if INT8
+// Codes of a byte; from the next word on a scale for each segment (native/src/narrow_rows.h).
+__device__ __forceinline__ const float* scales_of(const u8* row) {
+  return (const float*)(row + (DIM + 3) / 4 * 4);
+}
+__device__ __forceinline__ float scale_at(const u8* row, int column) {
+#define SCALE(p) OF_COLUMN(p) return scales_of(row)[p];
+  EACH_SEGMENT(SCALE)
+#undef SCALE
+  return 0;
+}
+// Code `b` of those in a word.
+__device__ __forceinline__ float code_in(u32 word, int b) {
+  return (float)(signed char)(word >> 8 * b);
+}
+
+// The largest in all lanes of a tile.
+__device__ __forceinline__ u32 largest_in(u32 own, u32 tile) {
+#pragma unroll
+  for (int lanes = LANES / 2; lanes > 0; lanes >>= 1)
+    own = max(own, __shfl_xor_sync(tile, own, lanes, LANES));
+  return own;
+}
+#endif
 
 // The value of a column as stored.
 __device__ __forceinline__ float read_value(const u8* row, int column) {
@@ -112,8 +145,10 @@ __device__ __forceinline__ float read_value(const u8* row, int column) {
   EACH_SEGMENT(READ)
 #undef READ
   return 0;
-#elif BFLOAT16
-  return bfloat16_value(((const u16*)row)[column]);
+#elif BFLOAT16 || FLOAT16
+  return half_value(((const u16*)row)[column]);
+#elif INT8
+  return (float)(signed char)row[column] * scale_at(row, column);
 #else
   return ((const float*)row)[column];
 #endif
@@ -121,13 +156,19 @@ __device__ __forceinline__ float read_value(const u8* row, int column) {
 
 // Columns 4v to 4v + 3 of a training row, by one load; DIM must be a multiple of 4.
 __device__ __forceinline__ float4 read_four(const u8* row, int v) {
-#if BFLOAT16
-  return four_bfloat16(((const uint2*)row)[v]);
+#if BFLOAT16 || FLOAT16
+  return four_halves(((const uint2*)row)[v]);
+#elif INT8
+  const u32 word = ((const u32*)row)[v];
+  return make_float4(code_in(word, 0) * scale_at(row, 4 * v), code_in(word, 1) * scale_at(row, 4 * v + 1),
+                     code_in(word, 2) * scale_at(row, 4 * v + 2),
+                     code_in(word, 3) * scale_at(row, 4 * v + 3));
 #else
   return ((const float4*)row)[v];
 #endif
 }
 
+#if !INT8
 __device__ __forceinline__ void write_value(u8* row, int column, float x) {
 #if SERVING
 #define WRITE(p)                                              \
@@ -137,10 +178,34 @@ __device__ __forceinline__ void write_value(u8* row, int column, float x) {
   }
   EACH_SEGMENT(WRITE)
 #undef WRITE
-#elif BFLOAT16
-  ((u16*)row)[column] = (u16)nearest_bfloat16(x);
+#elif BFLOAT16 || FLOAT16
+  ((u16*)row)[column] = (u16)nearest_half(x);
 #else
   ((float*)row)[column] = x;
+#endif
+}
+#endif
+
+// Writes the values that x(i) gives for the columns of a segment, to the nearest. All lanes of a tile call
+// it, and x may read the row.
+template <class S, class X>
+__device__ __forceinline__ void write_segment(u8* row, const X& x, int lane, u32 tile) {
+#if INT8
+  u32 largest = 0;
+  for (int i = lane; i < S::kDim; i += LANES) largest = max(largest, bits_of(x(i)) & 0x7fffffff);
+  largest = largest_in(largest, tile);
+  const u32 share = int8_share(largest);
+  const float scale = int8_scale(share, to_nearest(share, kScaleCut));
+  const float inverse = int8_inverse(largest, scale);
+  for (int i = lane; i < S::kDim; i += LANES) {
+    const u32 raised = int8_raised(x(i), inverse);
+    row[S::kColumn + i] = (u8)int8_code(raised, to_nearest(raised, kCodeCut));
+  }
+  __syncwarp(tile);  // all lanes have read the scale that lane 0 overwrites
+  if (lane == 0) ((float*)scales_of(row))[S::kNumber] = scale;
+  __syncwarp(tile);
+#else
+  for (int i = lane; i < S::kDim; i += LANES) write_value(row, S::kColumn + i, x(i));
 #endif
 }
 
@@ -198,13 +263,13 @@ __device__ __forceinline__ float seen_now(const u8* row, int column, const Kept&
 __device__ __forceinline__ void catch_up(u8* row, float* state, const Scalars& scalars, int lane, u32 tile) {
   const Kept kept(state, scalars);
   __syncwarp(tile);  // all lanes have read the step counter, which lane 0 overwrites below
-#define CATCH_UP(p)                                                                                  \
-  if (Segment##p::kLazy) {                                                                           \
-    float* const counter = state + Segment##p::kState + Segment##p::kDim;                            \
-    for (int c = Segment##p::kColumn + lane; c < Segment##p::kColumn + Segment##p::kDim; c += LANES) \
-      write_value(row, c, read_value(row, c) * kept.of[p]);                                          \
-    if (lane == 0 && step_of(counter) != 0 && step_of(counter) < scalars.steps)                      \
-      put_step(counter, scalars.steps);                                                              \
+#define CATCH_UP(p)                                                                                    \
+  if (Segment##p::kLazy) {                                                                             \
+    float* const counter = state + Segment##p::kState + Segment##p::kDim;                              \
+    const auto decayed = [&](int i) { return read_value(row, Segment##p::kColumn + i) * kept.of[p]; }; \
+    write_segment<Segment##p>(row, decayed, lane, tile);                                               \
+    if (lane == 0 && step_of(counter) != 0 && step_of(counter) < scalars.steps)                        \
+      put_step(counter, scalars.steps);                                                                \
   }
   EACH_SEGMENT(CATCH_UP)
 #undef CATCH_UP
@@ -225,10 +290,9 @@ __device__ __forceinline__ float first_state(int i) {
   return S::Rule::initial(typename S::Settings{}, i, S::kDim);
 }
 
-__device__ __forceinline__ void start_values(u8* row, u64 hash, int lane) {
-#define START(p)                                       \
-  for (int i = lane; i < Segment##p::kDim; i += LANES) \
-    write_value(row, Segment##p::kColumn + i, first_value<Segment##p>(hash, i));
+__device__ __forceinline__ void start_values(u8* row, u64 hash, int lane, u32 tile) {
+#define START(p) \
+  write_segment<Segment##p>(row, [&](int i) { return first_value<Segment##p>(hash, i); }, lane, tile);
   EACH_SEGMENT(START)
 #undef START
 }
@@ -424,7 +488,13 @@ extern "C" __global__ void put_rows(Table table, Writes writes, const float* __r
 #endif
   const i64 last = writes.order[run.first + run.count - 1];
   u8* const row = table.row(run.place);
-  for (int c = lane; c < DIM; c += LANES) write_value(row, c, values[last * DIM + c]);
+#define PUT(p)                                                                   \
+  {                                                                              \
+    const float* const given = values + last * DIM + Segment##p::kColumn;        \
+    write_segment<Segment##p>(row, [&](int i) { return given[i]; }, lane, tile); \
+  }
+  EACH_SEGMENT(PUT)
+#undef PUT
   if (whole && states != nullptr)
     for (int s = lane; s < STATE_DIM; s += LANES) table.state(run.place)[s] = states[last * STATE_DIM + s];
   else if (whole || run.fresh)
@@ -440,7 +510,7 @@ extern "C" __global__ void add_rows(Table table, Writes writes, const float* __r
                                     Scalars scalars) {
   TILE u8* const row = table.row(run.place);
   if (run.fresh) {
-    start_values(row, table.hash(run.place), lane);
+    start_values(row, table.hash(run.place), lane, tile);
     start_state(table.state(run.place), lane);
     __syncwarp(tile);
   }
@@ -448,16 +518,22 @@ extern "C" __global__ void add_rows(Table table, Writes writes, const float* __r
   if (!run.fresh) catch_up(row, table.state(run.place), scalars, lane, tile);
 #endif
   for (i64 q = 0; q < run.count; ++q) {
-    const i64 position = writes.order[run.first + q];
-    for (int c = lane; c < DIM; c += LANES)
-      write_value(row, c, read_value(row, c) + values[position * DIM + c]);
+    const float* const added = values + writes.order[run.first + q] * DIM;
+#define ADD(p)                                                                               \
+  {                                                                                          \
+    constexpr int kFirst = Segment##p::kColumn;                                              \
+    const auto sum = [&](int i) { return read_value(row, kFirst + i) + added[kFirst + i]; }; \
+    write_segment<Segment##p>(row, sum, lane, tile);                                         \
+  }
+    EACH_SEGMENT(ADD)
+#undef ADD
   }
   refresh(table, run, lane);
 }
 
 // Starts rows anew. `status` is 0 for the first position of a new row, 1 for all others.
 extern "C" __global__ void reset_rows(Table table, Writes writes, signed char* __restrict__ status) {
-  TILE start_values(table.row(run.place), table.hash(run.place), lane);
+  TILE start_values(table.row(run.place), table.hash(run.place), lane, tile);
   start_state(table.state(run.place), lane);
   for (i64 q = lane; q < run.count; q += LANES)
     status[writes.order[run.first + q]] = run.fresh && q == 0 ? 0 : 1;

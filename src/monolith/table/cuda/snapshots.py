@@ -29,6 +29,7 @@ from torch import Tensor
 from monolith.cuda.device import Device, DeviceEvent
 from monolith.errors import AcceleratorError, TableArgumentError
 from monolith.table import arguments
+from monolith.table.cold_files import ColdRows
 from monolith.table.config import TableConfig
 from monolith.table.cuda.memory import BEFORE, SIGN, DeviceMemory, RowArrays
 from monolith.table.hashing import unmix
@@ -425,8 +426,6 @@ class JoinedSnapshot:
         tables: Tables that no thread writes to until this is made.
     """
 
-    cold: None = None
-
     def __init__(self, config: TableConfig, tables: Sequence[Table]) -> None:
         self._config = config
         self._parts: list[TableSnapshot] = []
@@ -460,6 +459,25 @@ class JoinedSnapshot:
     @property
     def cleared(self) -> bool:
         return all(part.cleared for part in self._parts)
+
+    @property
+    def cold(self) -> ColdRows | None:
+        found = [part.cold for part in self._parts]
+        files = [file for cold in found if cold is not None for file in cold.files]
+        if not files:
+            return None
+        scans = [
+            part.scan if cold is None else cold.scan_others
+            for part, cold in zip(self._parts, found, strict=True)
+        ]
+
+        def scan_others(
+            cursor: int | None = None, *, limit: int = 65536, shard: int = 0, num_shards: int = 1
+        ) -> Scan:
+            found = [scan(cursor, limit=limit, shard=shard, num_shards=num_shards) for scan in scans]
+            return joined_scan(found, limit)
+
+        return ColdRows(files, scan_others)
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))

@@ -1,4 +1,4 @@
-"""SpillingTable: a table on a device whose rows overflow to host memory.
+"""SpillingTable: a table on a device whose rows overflow to host memory, and from there to files.
 
     table = SpillingTable.within(config, device_bytes=40 << 30)
 
@@ -12,6 +12,10 @@ worked on where it is: a row learns the same near and far, to the bit.
                         near <--------------- in a batch that is written ------------+
 
 Looking up moves nothing: far rows are answered from host memory.
+
+With `storage="tiered"` the far half is a `TieredTable`: rows that are not near are in `memory_bytes` of host
+memory, or else in files. A row that goes far comes to host memory, and moves on to a file as the tiered table
+decides; one that comes near comes from either.
 
 A training step that is replayed as a graph works on near rows alone: `HotRows` brings those of each batch
 near before its step. Rows that it spills are on their way for a while: dropped near, copied to host memory,
@@ -39,11 +43,13 @@ from monolith.table.admission import AdmissionFilter
 from monolith.table.compressors import OneBit
 from monolith.table.config import TableConfig
 from monolith.table.cuda.cuda_table import CudaTable
+from monolith.table.cuda.far_tables import FarGroup
 from monolith.table.cuda.resident_rows import parts_of_batch
 from monolith.table.cuda.snapshots import JoinedSnapshot
 from monolith.table.hashing import unmix
 from monolith.table.native_table import NativeTable
 from monolith.table.table import Rows, Scan, Table, TableStats, joined_scan
+from monolith.table.tiered_table import TieredTable
 from monolith.table.touched_keys import TouchedKeySet
 from monolith.table.update_rules import decays_lazily, newest_step
 
@@ -100,7 +106,7 @@ class _Departed:
 
 
 class SpillingTable:
-    """A `Table` on a device and in host memory. Thread-safe: calls follow one another.
+    """A `Table` on a device, in host memory and in files. Thread-safe: calls follow one another.
 
     Tensors on the device are answered there. As long as no row is far, lookups and batches wait for the
     device as those of a `CudaTable` do; from then on each waits once, to learn which ids are not near.
@@ -117,8 +123,6 @@ class SpillingTable:
             filter, and are closed by this table.
         touched: A set that gets the ids whose rows changed or were removed; see `touch`.
     """
-
-    cold: None = None
 
     def __init__(
         self,
@@ -146,6 +150,7 @@ class SpillingTable:
         self._frozen = 0
         self._closed = False
         self._bound = len(near)  # no more rows than these are near
+        self._ids = 0  # looked up or written
         self._steps = 0  # one more than the newest step, where rows decay lazily
         self._moves = _Moves()
         self._departed: _Departed | None = None  # rows that left the device and are not far yet
@@ -165,20 +170,28 @@ class SpillingTable:
         touched: TouchedKeySet | None = None,
         device: torch.device | Device | None = None,
         workers: native.Workers | None = None,
+        reader: native.BlockReader | None = None,
     ) -> SpillingTable:
         """Make a table that takes so much of a device's memory, all of it at once, and host memory beyond.
 
         Args:
             device: The current CUDA device by default.
             workers: Threads that share what is done in host memory.
+            reader: Threads that read files, of a config with `storage="tiered"`. Tables may share them.
 
         Raises:
             AcceleratorError: There is no such device.
             ConfigError: The device's share is less than the smallest table needs, or not less than the
                 config's `capacity_bytes`.
+            FilesystemError: There can be no files in the config's `storage_dir`.
         """
         near, far = halves(
-            config, device_bytes=device_bytes, admission=admission, device=device, workers=workers
+            config,
+            device_bytes=device_bytes,
+            admission=admission,
+            device=device,
+            workers=workers,
+            reader=reader,
         )
         return cls(config, near, far, touched=touched)
 
@@ -206,8 +219,12 @@ class SpillingTable:
 
     @property
     def far(self) -> Table:
-        """The rows in host memory, to look at."""
+        """The rows in host memory and in files, to look at."""
         return self._far
+
+    @property
+    def cold(self) -> TieredTable | None:
+        return self._far.cold
 
     @property
     def why_not_staged(self) -> str | None:
@@ -216,7 +233,7 @@ class SpillingTable:
             return "it has a capacity_bytes, and the host decides which ids get its last rows"
         if self._near._layout.row_bytes != 4 * self.dim:
             return "its embeddings are not stored as float32"
-        return None if isinstance(self._far, NativeTable) else "its other rows are not in host memory"
+        return None
 
     def __len__(self) -> int:
         with self._open():
@@ -227,6 +244,7 @@ class SpillingTable:
     def lookup(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         with self._open():
             answer = self._near.lookup(ids, out=out)
+            self._ids += len(ids)
             if (places := self._not_near(ids)) is not None:
                 found = self._far.lookup(ids[places].cpu())
                 answer.index_copy_(0, places, found.to(answer.device))
@@ -235,6 +253,7 @@ class SpillingTable:
     def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Rows]:
         with self._open():
             found, rows = self._near.lookup_rows(ids)
+            self._ids += len(ids)
             if (places := self._not_near(ids)) is not None:
                 is_far, beyond = self._far.lookup_rows(ids[places].cpu())
                 found.index_copy_(0, places, is_far.to(found.device))
@@ -308,7 +327,9 @@ class SpillingTable:
     def remove(self, ids: Tensor) -> int:
         with self._open(writing=True):
             self.fell += 1
-            return self._near.remove(ids) + (self._far.remove(ids.cpu()) if len(self._far) else 0)
+            removed = self._near.remove(ids)
+            self._ids += len(ids)
+            return removed + (self._far.remove(ids.cpu()) if len(self._far) else 0)
 
     def count_expired(self, now: int) -> int:
         with self._open():
@@ -423,6 +444,17 @@ class SpillingTable:
                 removed=near.removed + far.removed - moves.removed,
                 max_event_time=max(near.max_event_time, far.max_event_time),
                 non_finite=near.non_finite + far.non_finite,
+                device_rows=near.rows,
+                device_bytes=near.bytes_total,
+                # Those of the far half count its moves, and not what was near.
+                tiered_ids=self._ids if isinstance(self._far, TieredTable) else 0,
+                cold_rows=far.cold_rows,
+                cold_bytes=far.cold_bytes,
+                cold_found=far.cold_found,
+                cold_found_in_memory=far.cold_found_in_memory,
+                cold_bytes_read=far.cold_bytes_read,
+                cold_bytes_written=far.cold_bytes_written,
+                compactions=far.compactions,
             )
 
     def close(self) -> None:
@@ -436,7 +468,7 @@ class SpillingTable:
 
     @staticmethod
     @contextmanager
-    def moving(tables: Sequence[SpillingTable], far: native.TableGroup | None = None) -> Iterator[None]:
+    def moving(tables: Sequence[SpillingTable], far: FarGroup | None = None) -> Iterator[None]:
         """Hold the locks of tables, none of which is frozen, and have all departed rows be far.
 
         Args:
@@ -499,6 +531,10 @@ class SpillingTable:
         self._bound = self._most
         self._moves.removed += count
 
+    def count_ids(self, count: int) -> None:
+        """Take note that a batch with so many ids of this table was staged."""
+        self._ids += count
+
     @contextmanager
     def far_untouched(self) -> Iterator[None]:
         """Report no change for rows that come to the far half, or leave it, in the block."""
@@ -512,7 +548,7 @@ class SpillingTable:
 
     def _land(self) -> None:
         """Put rows far that left the device; waits for their copy."""
-        departed, self._departed = self._departed, None
+        departed = self._departed
         if departed is None:
             return
         hashes, times, gone, values, states = departed.columns()
@@ -524,6 +560,7 @@ class SpillingTable:
         before = self._far.stats().inserted
         with self.far_untouched():
             self._far.restore(rows)
+        self._departed = None  # not earlier: a file may fail
         departed.release()  # not earlier: `rows` may be views of it
         self._moves.inserted += self._far.stats().inserted - before
 
@@ -579,6 +616,7 @@ class SpillingTable:
         A full table that expires its oldest rows takes a large batch in parts: later ids of it may
         push out earlier ones.
         """
+        self._ids += len(ids)
         whole = {"ids": ids, **columns}
         if not self._may_expire(ids):
             yield from self._split(whole, None)
@@ -749,7 +787,8 @@ def halves(
     admission: AdmissionFilter | None = None,
     device: torch.device | Device | None = None,
     workers: native.Workers | None = None,
-) -> tuple[CudaTable, NativeTable]:
+    reader: native.BlockReader | None = None,
+) -> tuple[CudaTable, NativeTable | TieredTable]:
     """Return the near and the far half of a table; see `SpillingTable.within`."""
     whole = config.capacity_bytes
     if whole is not None and whole <= device_bytes:
@@ -757,13 +796,22 @@ def halves(
             f"table {config.name!r}: capacity_bytes is {whole:,} and {device_bytes:,} of that may be on "
             "the device: nothing would spill. Use a CudaTable"
         )
-    all_rows = device_bytes // config.embedding_bytes
     near = CudaTable(
-        replace(config, capacity_bytes=device_bytes, when_full="refuse", initial_rows=all_rows),
+        replace(
+            config,
+            capacity_bytes=device_bytes,
+            when_full="refuse",
+            initial_rows=device_bytes // config.embedding_bytes,
+            storage="memory",
+            memory_bytes=None,
+            storage_dir=None,
+        ),
         admission=admission,
         device=device,
         remembers_use=True,
     )
+    if config.storage == "tiered":
+        return near, TieredTable(config, admission=admission, workers=workers, reader=reader)
     beyond = max(0, config.initial_rows - (near.most_rows or 0))
     far = NativeTable(
         replace(config, capacity_bytes=None if whole is None else whole - device_bytes, initial_rows=beyond),
@@ -773,7 +821,7 @@ def halves(
     return near, far
 
 
-def _land_together(tables: Sequence[SpillingTable], far: native.TableGroup) -> None:
+def _land_together(tables: Sequence[SpillingTable], far: FarGroup) -> None:
     """Put the rows of tables far that left the device, on several threads; waits for their copies."""
     if all(table._departed is None for table in tables):
         return

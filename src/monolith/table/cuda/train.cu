@@ -124,36 +124,67 @@ __device__ __forceinline__ void put(float* to, const float (&from)[Held<S>::kMan
 // A lane's columns of the values of a segment, fetched from a row and put into it as it stores them.
 template <class S>
 __device__ __forceinline__ void fetch_values(const u8* row, float (&into)[Held<S>::kMany], int lane) {
-#if BFLOAT16
+#if BFLOAT16 || FLOAT16
   constexpr int kMany = Held<S>::kMany;
   const u16* const from = (const u16*)row + S::kColumn;
   if constexpr (Held<S>::kFollowing && Held<S>::kWide == 4) {
 #pragma unroll
     for (int k = 0; k < kMany; k += 4) {
-      const float4 four = four_bfloat16(*(const uint2*)(from + lane * kMany + k));
+      const float4 four = four_halves(*(const uint2*)(from + lane * kMany + k));
       into[k] = four.x, into[k + 1] = four.y, into[k + 2] = four.z, into[k + 3] = four.w;
     }
   } else if constexpr (Held<S>::kFollowing && Held<S>::kWide == 2) {
 #pragma unroll
     for (int k = 0; k < kMany; k += 2) {
       const u32 two = *(const u32*)(from + lane * kMany + k);
-      into[k] = low_bfloat16(two), into[k + 1] = high_bfloat16(two);
+      into[k] = low_half(two), into[k + 1] = high_half(two);
     }
   } else {
-    EACH_COLUMN into[k] = bfloat16_value(from[c]);
+    EACH_COLUMN into[k] = half_value(from[c]);
+  }
+#elif INT8
+  constexpr int kMany = Held<S>::kMany;
+  const u8* const from = row + S::kColumn;
+  const float scale = scales_of(row)[S::kNumber];
+  if constexpr (Held<S>::kFollowing && Held<S>::kWide == 4) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 4) {
+      const u32 four = *(const u32*)(from + lane * kMany + k);
+#pragma unroll
+      for (int b = 0; b < 4; ++b) into[k + b] = code_in(four, b) * scale;
+    }
+  } else if constexpr (Held<S>::kFollowing && Held<S>::kWide == 2) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 2) {
+      const u32 two = *(const u16*)(from + lane * kMany + k);
+      into[k] = code_in(two, 0) * scale, into[k + 1] = code_in(two, 1) * scale;
+    }
+  } else {
+    EACH_COLUMN into[k] = (float)(signed char)from[c] * scale;
   }
 #else
   fetch<S, Held<S>::kWide>((const float*)row + S::kColumn, into, lane);
 #endif
 }
 
-// The values must be rounded already, so that only zeros are cut off.
+// Values of a step go by chances of `key`, or to the nearest.
 template <class S>
-__device__ __forceinline__ void put_values(u8* row, const float (&from)[Held<S>::kMany], int lane) {
-#if BFLOAT16
+__device__ __forceinline__ void put_values(u8* row, const float (&from)[Held<S>::kMany], u64 key, int lane,
+                                           u32 tile) {
   constexpr int kMany = Held<S>::kMany;
+#if BFLOAT16 || FLOAT16
+  u32 codes[kMany] = {};
+  EACH_COLUMN {
+#if !BY_CHANCE
+    codes[k] = nearest_half(from[k]);
+#elif BFLOAT16
+    codes[k] = stochastic_bfloat16(from[k], key, S::kColumn + c);
+#else
+    codes[k] = stochastic_float16(from[k], key, S::kColumn + c);
+#endif
+  }
   u16* const to = (u16*)row + S::kColumn;
-  const auto two = [&](int k) { return bits_of(from[k]) >> 16 | bits_of(from[k + 1]); };
+  const auto two = [&](int k) { return codes[k] | codes[k + 1] << 16; };
   if constexpr (Held<S>::kFollowing && Held<S>::kWide == 4) {
 #pragma unroll
     for (int k = 0; k < kMany; k += 4) *(uint2*)(to + lane * kMany + k) = make_uint2(two(k), two(k + 2));
@@ -161,7 +192,33 @@ __device__ __forceinline__ void put_values(u8* row, const float (&from)[Held<S>:
 #pragma unroll
     for (int k = 0; k < kMany; k += 2) *(u32*)(to + lane * kMany + k) = two(k);
   } else {
-    EACH_COLUMN to[c] = (u16)(bits_of(from[k]) >> 16);
+    EACH_COLUMN to[c] = (u16)codes[k];
+  }
+#elif INT8
+  u32 largest = 0;
+  EACH_COLUMN largest = max(largest, bits_of(from[k]) & 0x7fffffff);
+  largest = largest_in(largest, tile);  // of all lanes, which have read the scale that lane 0 overwrites
+  const u32 share = int8_share(largest);
+  const float scale = int8_scale(
+      share, BY_CHANCE ? by_chance(share, key, -1 - S::kNumber, kScaleCut) : to_nearest(share, kScaleCut));
+  const float inverse = int8_inverse(largest, scale);
+  u32 codes[kMany] = {};
+  EACH_COLUMN {
+    const u32 raised = int8_raised(from[k], inverse);
+    codes[k] = int8_code(raised, BY_CHANCE ? by_chance(bits_of(from[k]), key, S::kColumn + c, kCodeCut)
+                                           : to_nearest(raised, kCodeCut));
+  }
+  if (lane == 0) ((float*)scales_of(row))[S::kNumber] = scale;
+  u8* const to = row + S::kColumn;
+  if constexpr (Held<S>::kFollowing && Held<S>::kWide == 4) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 4)
+      *(u32*)(to + lane * kMany + k) = codes[k] | codes[k + 1] << 8 | codes[k + 2] << 16 | codes[k + 3] << 24;
+  } else if constexpr (Held<S>::kFollowing && Held<S>::kWide == 2) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 2) *(u16*)(to + lane * kMany + k) = (u16)(codes[k] | codes[k + 1] << 8);
+  } else {
+    EACH_COLUMN to[c] = (u8)codes[k];
   }
 #else
   put<S, Held<S>::kWide>((float*)row + S::kColumn, from, lane);
@@ -320,23 +377,15 @@ __device__ __forceinline__ int step_segment(u8* row, float* state_row, u64 hash,
   }
   take_step<S>(held, rate, step, lane, tile);
   bool finite = true;
-#if BY_CHANCE
-  const u64 key = rounding_key(hash, SEED, step);
-#endif
   EACH_COLUMN {
     if constexpr (S::kRounded) {
       const u64 salt = hash + mix((u64)step);
       held.x[k] = round_to_half(held.x[k], draw(salt + bits_of(held.x[k]), S::kColumn + c));
     }
     finite &= held.x[k] - held.x[k] == 0;
-#if BY_CHANCE
-    held.x[k] = bfloat16_value(stochastic_bfloat16(held.x[k], key, S::kColumn + c));
-#elif BFLOAT16
-    held.x[k] = bfloat16_value(nearest_bfloat16(held.x[k]));
-#endif
   }
   if (STORE) {
-    put_values<S>(row, held.x, lane);
+    put_values<S>(row, held.x, BY_CHANCE ? rounding_key(hash, SEED, step) : 0, lane, tile);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) put<S, Held<S>::kStateWide>(state + v * d, held.state[v], lane);
   }
@@ -595,7 +644,7 @@ __device__ __forceinline__ void train(const Table& table, const Writes& writes, 
     u64 hash = 0;
     if (run.fresh || HASHED) hash = table.hash(run.place);
     if (run.fresh && run.count > 0) {
-      start_values(row, hash, lane);
+      start_values(row, hash, lane, tile);
       start_state(state, lane);
       __syncwarp(tile);
     }

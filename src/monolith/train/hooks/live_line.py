@@ -221,6 +221,8 @@ def describe_status(standing: TrainStatus) -> dict[str, str]:
         "rows": f"{standing.rows:,}",
         "memory": describe_bytes(standing.bytes),
     }
+    if any(table.device_bytes for table in standing.tables.values()):
+        facts["on the device"] = f"{sum(table.device_rows for table in standing.tables.values()):,} rows"
     tiered = [table for table in standing.tables.values() if table.is_tiered]
     if tiered:
         cold, ids = sum(table.cold_rows for table in tiered), sum(table.tiered_ids for table in tiered)
@@ -288,6 +290,12 @@ TABLE_GAUGES = {
 """Of each table: the number -> what Prometheus calls it, after "table_"."""
 
 
+DEVICE_GAUGES = {
+    "device_rows": ("device_rows", "Rows on the device"),
+    "device_bytes": ("device_bytes", "Bytes of the device's memory"),
+}
+"""The same of each table with rows on a device and elsewhere; other tables have no such series."""
+
 TIER_GAUGES = {
     "cold_rows": ("cold_rows", "Rows in files"),
     "cold_bytes": ("cold_bytes", "Bytes of the files of cold rows"),
@@ -349,12 +357,13 @@ def gauge_status(metrics: Metrics) -> Callable[[TrainStatus], None]:
         for table, stats in standing.tables.items():
             for attribute, gauge in of_tables.items():
                 gauge.set(getattr(stats, attribute), table=table)
-            if stats.is_tiered:
-                # Made with the first tiered table: a run without has no such metrics.
-                for attribute, (name, about) in TIER_GAUGES.items():
-                    if attribute not in of_tiers:
-                        of_tiers[attribute] = metrics.gauge(f"table_{name}", about, ["table"])
-                    of_tiers[attribute].set(getattr(stats, attribute), table=table)
+            tiers = DEVICE_GAUGES if stats.device_bytes else {}
+            tiers = tiers | TIER_GAUGES if stats.is_tiered else tiers
+            for attribute, (name, about) in tiers.items():
+                # Made with the first such table: a run without has no such metrics.
+                if attribute not in of_tiers:
+                    of_tiers[attribute] = metrics.gauge(f"table_{name}", about, ["table"])
+                of_tiers[attribute].set(getattr(stats, attribute), table=table)
         for name, value in standing.metrics.items():
             quality.set(value, metric=name)
         for name, value in standing.evaluated.items():

@@ -101,6 +101,8 @@ class SummaryHook(Hook):
             stats = self._stats() if self._stats is not None else {}
             for name, table in stats.items():
                 values |= {f"rows/{name}": table.rows, f"bytes/{name}": table.bytes_total}
+                if table.device_bytes:
+                    values[f"device_rows/{name}"] = table.device_rows
                 if table.is_tiered:
                     values |= {f"cold_rows/{name}": table.cold_rows, f"cold_bytes/{name}": table.cold_bytes}
             for sink in self._sinks:
