@@ -58,6 +58,9 @@ class BenchTiersOptions:
     memory: str | None = None
     """Memory of the tiered table, such as 64MB; by default an eighth of that of a table with all rows in
     memory."""
+    memory_rows: int | None = None
+    """Rows of the table in memory that it is compared with; by default all, or as many as fit into half of
+    the free memory."""
     dim: int = 16
     """Floats per embedding; Adagrad has as many again."""
     batch: int = 16_384
