@@ -490,6 +490,8 @@ class ExperimentQualityOptions:
     prefetch: bool = False
     """Measure predict-then-train of a DeepFM as `monolith train` does it instead: with batches read ahead and
     rows fresh, without prefetch, and with rows looked up ahead."""
+    codings: bool = False
+    """Compare the rows as trained with those that an export in fp16, int8 and int4 has."""
     quick: bool = False
     """A small run of some seconds on a click log, to see that it works; its numbers mean little."""
     json: bool = False
