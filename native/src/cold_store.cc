@@ -284,16 +284,19 @@ void ColdStore::flush() {
              [&] { return stopping_ || (sealed_.empty() && !busy_ && (ripe_ == 0 || snapshot_open_)); });
 }
 
-std::size_t ColdStore::forget(std::span<const std::uint64_t> hashes, const std::uint64_t* locations) {
-  std::size_t gone = 0;
+std::size_t ColdStore::forget(std::span<const std::uint64_t> hashes, const std::uint64_t* locations,
+                              std::vector<std::uint64_t>* gone) {
+  std::size_t count = 0;
   for (std::size_t at = 0; at < hashes.size();) {
     std::lock_guard lock(mutex_);
     for (const std::size_t end = std::min(hashes.size(), at + kLocked); at < end; ++at) {
       if (at + kAhead < hashes.size()) index_.prefetch(hashes[at + kAhead]);
-      gone += locations[at] != 0 && erase(hashes[at], locations[at]);
+      if (locations[at] == 0 || !erase(hashes[at], locations[at])) continue;
+      ++count;
+      if (gone != nullptr) gone->push_back(hashes[at]);
     }
   }
-  return gone;
+  return count;
 }
 
 std::size_t ColdStore::alive(std::span<const std::uint64_t> hashes, const std::uint64_t* locations) const {

@@ -147,8 +147,10 @@ class ColdStore {
   // The memory for such rows, from now on; and how many were kept since the last call.
   void remember_up_to(std::size_t bytes);
   std::size_t count_remembered() { return remembered_.exchange(0); }
-  // Removes rows, if they are still at their locations; returns how many were.
-  std::size_t forget(std::span<const std::uint64_t> hashes, const std::uint64_t* locations);
+  // Removes rows, if they are still at their locations; returns how many were, and appends their hashes to
+  // `gone`.
+  std::size_t forget(std::span<const std::uint64_t> hashes, const std::uint64_t* locations,
+                     std::vector<std::uint64_t>* gone = nullptr);
   // How many are at their locations.
   std::size_t alive(std::span<const std::uint64_t> hashes, const std::uint64_t* locations) const;
   // Up to `limit` rows with hashes from `cursor` to `last`; those of the snapshot, if wanted, or of it those

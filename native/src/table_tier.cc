@@ -16,6 +16,25 @@ namespace {
 
 constexpr std::size_t kMovedTogether = 64;  // rows that are moved under one change of a partition
 constexpr double kSparseLoad = 0.5;         // an index with fewer rows is replaced when the table shrinks
+constexpr std::size_t kLinesAhead = 16;     // that are on their way when idle rows are sought
+constexpr std::size_t kStride = 16;         // the search for idle rows takes one bucket in so many in turn
+
+// The order in which the search for idle rows goes through the buckets of an index: one in kStride, then the
+// ones next to these, and so on. Buckets that it has just left are nearly empty, and those it comes to next
+// have had the longest time to fill. Next to each other the latter would have twice as many rows as the
+// average: more than slots, so that each probe among them would go through thousands.
+class SweepOrder {
+ public:
+  explicit SweepOrder(std::uint32_t buckets) : buckets_(buckets), each_((buckets + kStride - 1) / kStride) {}
+
+  std::size_t steps() const { return each_ * kStride; }
+  // buckets() or more for a step without one.
+  std::size_t bucket(std::size_t step) const { return step % each_ * kStride + step / each_; }
+  std::size_t buckets() const { return buckets_; }
+
+ private:
+  std::size_t buckets_, each_;
+};
 
 }  // namespace
 
@@ -82,8 +101,8 @@ std::vector<std::byte> Table::idle_rows(std::size_t wanted) {
   const Epochs::Visit visit(epochs_);
   const Body& body = *body_.load();
   // All partitions lose rows alike: each keeps the memory of rows that left it for its own new ones. The hand
-  // is the same share of every index, whose rows are in one order whatever its size. Four rounds bring every
-  // count to 0; a fifth finds none but those of the last call.
+  // is the same share of every index. Four rounds bring every count to 0; a fifth finds none but those of the
+  // last call.
   for (double swept = 0; swept < 5 && records.size() < wanted * bytes;) {
     const double missing = static_cast<double>(wanted - records.size() / bytes) / static_cast<double>(size());
     const double until = std::min(1.0, hand_ + std::max(missing, 1e-4));
@@ -92,17 +111,24 @@ std::vector<std::byte> Table::idle_rows(std::size_t wanted) {
       std::lock_guard lock(part.mutex);
       if (!part.owns(cursor)) continue;
       const Index index = part.index.load(std::memory_order_relaxed);
-      const auto slots = static_cast<double>(index.size());
-      const auto end = static_cast<std::size_t>(until * slots);
-      for (auto i = static_cast<std::size_t>(hand_ * slots); i < end; ++i) {
-        const Slot& slot = index.slots()[i];
-        if (slot.row == 0 || !uses_->idle(slot.row)) continue;
-        const RecordHead head{slot.hash, slot.time, change_of(slot.row)};
-        const std::byte* const row = body.rows.row(slot.row);
-        records.insert(records.end(), reinterpret_cast<const std::byte*>(&head),
-                       reinterpret_cast<const std::byte*>(&head + 1));
-        records.insert(records.end(), row, row + entry_.row_bytes());
-        uses_->start(slot.row);  // not twice
+      const SweepOrder order(index.buckets());
+      const auto steps = static_cast<double>(order.steps());
+      const auto end = static_cast<std::size_t>(until * steps);
+      for (auto step = static_cast<std::size_t>(hand_ * steps); step < end; ++step) {
+        if (const std::size_t ahead = order.bucket(step + kLinesAhead); ahead < order.buckets())
+          __builtin_prefetch(index.slots() + ahead * kBucketSlots);
+        const std::size_t bucket = order.bucket(step);
+        if (bucket >= order.buckets()) continue;
+        for (std::size_t i = bucket * kBucketSlots; i < (bucket + 1) * kBucketSlots; ++i) {
+          const Slot& slot = index.slots()[i];
+          if (slot.row == 0 || !uses_->idle(slot.row)) continue;
+          const RecordHead head{slot.hash, slot.time, change_of(slot.row)};
+          const std::byte* const row = body.rows.row(slot.row);
+          records.insert(records.end(), reinterpret_cast<const std::byte*>(&head),
+                         reinterpret_cast<const std::byte*>(&head + 1));
+          records.insert(records.end(), row, row + entry_.row_bytes());
+          uses_->start(slot.row);  // not twice
+        }
       }
       const std::uint64_t last = part.last.load(std::memory_order_relaxed);
       if (last == std::numeric_limits<std::uint64_t>::max()) break;

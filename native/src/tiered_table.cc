@@ -376,8 +376,7 @@ std::size_t TieredTable::evict(std::int64_t now) {
   std::size_t count = hot_->evict(now);
   each_expired(now, [&](std::vector<std::uint64_t>& hashes, const std::vector<std::uint64_t>& locations) {
     std::vector<std::uint64_t> gone;
-    for (std::size_t i = 0; i < hashes.size(); ++i)
-      if (cold_.forget({&hashes[i], 1}, &locations[i]) == 1) gone.push_back(hashes[i]);
+    cold_.forget(hashes, locations.data(), &gone);
     hot_->note_removals_elsewhere(gone);
     evicted_ += gone.size();
     count += gone.size();

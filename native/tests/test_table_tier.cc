@@ -1,6 +1,8 @@
 // A table as the hot tier of another: rows leave it and come back, and its memory follows.
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <ctime>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -122,6 +124,42 @@ void rows_that_moved_within_a_table_are_still_known_as_used_and_as_changed() {
   CHECK(told <= changed.size());
 }
 
+double busy_seconds() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// Where the search for idle rows has just been there is room, and where it comes to next there are the most
+// rows: were these side by side in an index, a new ID would be sought in thousands of slots, which took 4.7
+// times as long here.
+void rows_that_come_and_leave_do_not_crowd_in_a_part_of_an_index() {
+  constexpr std::int64_t kRows = 200'000, kStep = 5000;
+  const auto seconds_of_misses = [&](Table& table, std::int64_t last) {
+    const auto ids = range(last, last + kRows);
+    std::vector<std::uint8_t> found(ids.size());
+    double best = 1e9;
+    for (int again = 0; again < 5; ++again) {
+      const double began = busy_seconds();
+      table.count_uses(ids, found.data());
+      best = std::min(best, busy_seconds() - began);
+    }
+    return best;
+  };
+  Table fresh(spec()), used(spec());
+  fresh.become_hot_tier();
+  used.become_hot_tier();
+  assign(fresh, range(1, kRows + 1));
+  assign(used, range(1, kRows + 1));
+  const std::int64_t last = 6 * kRows + 1;
+  for (std::int64_t id = kRows + 1; id < last; id += kStep) {
+    used.count_uses({}, nullptr);
+    while (used.size() + kStep > kRows) used.move_out(used.idle_rows(used.size() + kStep - kRows));
+    assign(used, range(id, id + kStep));
+  }
+  CHECK(seconds_of_misses(used, last) < 3 * seconds_of_misses(fresh, kRows + 1));
+}
+
 }  // namespace
 
 int main() {
@@ -130,5 +168,7 @@ int main() {
        a_table_that_shrinks_gives_back_memory_and_keeps_its_rows},
       {"rows that moved within a table are still known as used and as changed",
        rows_that_moved_within_a_table_are_still_known_as_used_and_as_changed},
+      {"rows that come and leave do not crowd in a part of an index",
+       rows_that_come_and_leave_do_not_crowd_in_a_part_of_an_index},
   });
 }

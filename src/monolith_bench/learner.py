@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal
@@ -220,14 +220,27 @@ def aucs(protocol: Protocol, recipe: Recipe, likes: Likes, seed: int, kind: str 
     return streamed(learner, seed) if protocol == "stream" else early_stopped(learner, protocol, seed)
 
 
-def early_stopped(learner: Learner, split: Split, seed: int, *, most: int = 60, patience: int = 3) -> TwoAucs:
-    """Train until valid has been no better for `patience` epochs; return what its best epoch reached."""
+def early_stopped(
+    learner: Learner,
+    split: Split,
+    seed: int,
+    *,
+    most: int = 60,
+    patience: int = 3,
+    on_best: Callable[[Tensor], None] = lambda _: None,
+) -> TwoAucs:
+    """Train until valid has been no better for `patience` epochs; return what its best epoch reached.
+
+    Args:
+        on_best: Called with the test after each epoch that is the best so far.
+    """
     train, valid, test = parts(len(learner.data), split, seed)
     best = TwoAucs(0.0, 0.0, 0)
     for epoch in epochs(learner, train, seed):
         reached = learner.auc(valid)
         if reached > best.valid:
             best = TwoAucs(reached, learner.auc(test), epoch)
+            on_best(test)
         if epoch == most or epoch - best.epoch >= patience:
             return best
     raise AssertionError("epochs continue for good")

@@ -58,6 +58,9 @@ class BenchTiersOptions:
     memory: str | None = None
     """Memory of the tiered table, such as 64MB; by default an eighth of that of a table with all rows in
     memory."""
+    memory_rows: int | None = None
+    """Rows of the table in memory that it is compared with; by default all, or as many as fit into half of
+    the free memory."""
     dim: int = 16
     """Floats per embedding; Adagrad has as many again."""
     batch: int = 16_384
@@ -487,6 +490,8 @@ class ExperimentQualityOptions:
     prefetch: bool = False
     """Measure predict-then-train of a DeepFM as `monolith train` does it instead: with batches read ahead and
     rows fresh, without prefetch, and with rows looked up ahead."""
+    codings: bool = False
+    """Compare the rows as trained with those that an export in fp16, int8 and int4 has."""
     quick: bool = False
     """A small run of some seconds on a click log, to see that it works; its numbers mean little."""
     json: bool = False

@@ -6,7 +6,7 @@ docs/quality.md has the table, and the evidence for the defaults.
 
 `--sweep` compares changes of the defaults by the valid part alone, so that they may guide a choice;
 `--recipes` adds a DeepFM with the settings that are best on MovieLens-100k; `--prefetch` compares the ways to
-look rows up.
+look rows up, `--codings` the rows of an export.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from monolith_bench.learner import (
     RECIPES,
     Protocol,
     Recipe,
+    Split,
     TwoAucs,
     aucs,
     make_model,
@@ -45,6 +46,7 @@ from monolith_bench.learner import (
 from monolith_bench.options import ExperimentQualityOptions
 from monolith_bench.public_sets import SETS, Examples, click_examples, protocols_of, read_set
 from monolith_bench.report import stderr_console
+from monolith_bench.served_codings import CODINGS, coded_aucs
 
 Part = Literal["valid", "test"]
 
@@ -193,13 +195,16 @@ class QualityPlan:
     """The defaults and the changes to compare with them; empty if there is no sweep."""
     recipes: bool
     prefetch: bool
+    codings: bool
 
     @classmethod
     def settle(cls, options: ExperimentQualityOptions) -> QualityPlan:
         if options.seeds < 1:
             raise ConfigError(f"experiment quality: --seeds must be at least 1, got {options.seeds}")
-        if sum([options.sweep, options.recipes, options.prefetch]) > 1:
-            raise ConfigError("experiment quality: choose one of --sweep, --recipes and --prefetch")
+        if sum([options.sweep, options.recipes, options.prefetch, options.codings]) > 1:
+            raise ConfigError(
+                "experiment quality: choose one of --sweep, --recipes, --prefetch and --codings"
+            )
         if options.changes and not options.sweep:
             raise ConfigError("experiment quality: --changes are compared by --sweep")
         chosen = {DEFAULTS: Recipe()}
@@ -222,6 +227,7 @@ class QualityPlan:
             sweep=chosen if options.sweep else {},
             recipes=options.recipes,
             prefetch=options.prefetch,
+            codings=options.codings,
         )
 
     @property
@@ -248,9 +254,20 @@ def measured(plan: QualityPlan) -> Iterator[Quality]:
                 made = [data.made_for(model, protocol, seed) for seed in range(plan.seeds)]
                 if (ready := [one for one in made if one is not None]) != made:
                     continue  # the set has not what the model reads
+                if plan.codings:
+                    if protocol != "stream":  # whose rows are of each moment
+                        yield from served(name, ready, protocol, model)
+                    continue
                 for said, recipe in plan.settings(model, protocol).items():
                     found = [aucs(protocol, recipe, one, seed, model) for seed, one in enumerate(ready)]
                     yield Quality(model, name, protocol, said, tuple(found))
+
+
+def served(name: str, data: Sequence[Examples], protocol: Split, model: str) -> Iterator[Quality]:
+    """Compare the rows of exports; there are examples for each seed."""
+    found = [coded_aucs(protocol, Recipe(), one, seed, model) for seed, one in enumerate(data)]
+    for coding in CODINGS:
+        yield Quality(model, name, protocol, coding, tuple(one[coding] for one in found))
 
 
 def compared(name: str, data: Examples, seeds: int) -> Iterator[Quality]:

@@ -1,7 +1,11 @@
 """`monolith bench tiers` compares a tiered table with all rows in memory, and with what the disk can read.
 
-Both tables have the same rows and train on the same batches by turns. The disk's limit is random reads of
-4 KiB past the kernel's cache, by as many threads as the table's files are read with.
+Both tables have the same rows and train on batches of the same distributions by turns; if memory has no
+room for all rows, the one in memory has as many as fit. The disk's limit is random reads of 4 KiB past the
+kernel's cache, by as many threads as the table's files are read with.
+
+Each is measured by itself, with a thread that looks rows up one batch ahead, and with this thread while a
+model computes, which is what a run does.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -24,26 +28,42 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from monolith import native
 from monolith.config import parse_bytes
 from monolith.errors import ConfigError
-from monolith.table import NativeTable, TieredTable
-from monolith_bench.contenders import fill, make_gradients, new_table, table_contenders
+from monolith.table import NativeTable, Table, TieredTable
+from monolith_bench.contenders import (
+    EVENT_TIME,
+    contender,
+    fill,
+    make_gradients,
+    new_table,
+    table_contenders,
+)
 from monolith_bench.ids import DISTRIBUTIONS, IdBatches, id_of
 from monolith_bench.options import BenchTiersOptions
 from monolith_bench.report import Report, cores
+from monolith_bench.report import memory as memory_field
 from monolith_bench.rivals import LEARNING_RATE
 from monolith_bench.table import FLOAT_BYTES, need_memory, resident_bytes
 from monolith_bench.timing import Contender, Timing, race
 
-WORKS = ("lookup", "lookup and update")
+WORKS = ("lookup", "lookup and update", "lookup ahead and update", "training")
+COLUMNS = 26
+"""IDs of an example of the model."""
+HIDDEN = (256, 128)
+"""Widths of its layers."""
 LEAST_MEMORY = 4 << 20
 """The smallest memory of a tiered table."""
 COUNTED_STEPS = 20
 """Steps of which the bytes are counted, after all timing."""
+INSERTED = 4_000_000
+"""IDs that are in memory at a time while a table is filled."""
 BLOCK = 4096
+MOST_RAW_BYTES = 8 << 30
+"""The largest file for raw reads: far more than any cache of the disk."""
 PIECE = 8 << 20
 """Bytes that the file for raw reads is written by at a time."""
 
@@ -53,8 +73,10 @@ class TiersPlan:
     """The options, settled."""
 
     rows: int
+    memory_rows: int
+    """Rows of the table in memory."""
     memory: int | None
-    """Bytes; None for an eighth of the table in memory."""
+    """Bytes; None for an eighth of what all rows take in memory."""
     dim: int
     batch: int
     batches: int
@@ -74,8 +96,17 @@ class TiersPlan:
         if memory is not None and memory < LEAST_MEMORY:
             raise ConfigError(f"bench tiers: --memory must be at least 4MiB, got {options.memory}")
         quick = options.quick
+        rows = min(options.rows, 100_000) if quick else options.rows
+        if options.memory_rows is not None and not 1 <= options.memory_rows <= rows:
+            raise ConfigError(
+                f"bench tiers: --memory-rows must be from 1 to the number of rows, {rows}, got "
+                f"{options.memory_rows}"
+            )
         return cls(
-            rows=min(options.rows, 100_000) if quick else options.rows,
+            rows=rows,
+            memory_rows=rows_that_fit(rows, options.dim, memory or 0)
+            if options.memory_rows is None
+            else options.memory_rows,
             memory=memory,
             dim=options.dim,
             batch=min(options.batch, 2048) if quick else options.batch,
@@ -95,7 +126,7 @@ class TiersPlan:
 def run(options: BenchTiersOptions) -> int:
     """Measure, draw tables on standard error, and print JSON on request."""
     plan = TiersPlan.settle(options)
-    need_memory(plan.rows * plan.row_bytes * 2.0)
+    need_memory(plan.memory_rows * plan.row_bytes * 2.0 + (plan.memory or 0))
     report = Report("tiers")
     if options.folder is not None and not Path(options.folder).is_dir():
         raise ConfigError(f"bench tiers: --folder {options.folder} is not a folder; make it first")
@@ -112,22 +143,23 @@ def run(options: BenchTiersOptions) -> int:
 
 def measure(plan: TiersPlan, report: Report, folder: Path) -> None:
     gradients = make_gradients(plan.batch, plan.dim, plan.seed)
-    ids = id_of(np.arange(plan.rows))
     with ExitStack() as opened:
-        report.say(f"{plan.rows:,} rows in memory")
+        report.say(f"{plan.memory_rows:,} rows in memory")
         memory = new_table(plan.dim, cores())
         opened.callback(memory.close)
-        in_memory = plan.rows / sum(fill(memory, ids, gradients))
-        allowed = plan.memory or max(memory.stats().bytes_total // 8, LEAST_MEMORY)
-        report.say(f"the same rows in {allowed:,} bytes of memory and files")
+        in_memory = insert(memory, plan.memory_rows, gradients)
+        whole = memory.stats().bytes_total * plan.rows // plan.memory_rows
+        allowed = plan.memory or max(whole // 8, LEAST_MEMORY)
+        report.say(f"{plan.rows:,} rows in {allowed:,} bytes of memory and files")
         before = resident_bytes()
         tiered = tiered_table(memory, allowed, folder)
         opened.callback(tiered.close)
-        in_tiers = plan.rows / sum(fill(tiered, ids, gradients))
+        in_tiers = insert(tiered, plan.rows, gradients)
         tiered.flush()
         reader_threads = native.BlockReader().threads
         report.about = {
             "rows": plan.rows,
+            "rows_in_memory": plan.memory_rows,
             "dim": plan.dim,
             "memory_limit": allowed,
             "batch": plan.batch,
@@ -140,10 +172,26 @@ def measure(plan: TiersPlan, report: Report, folder: Path) -> None:
         rocks = opened.enter_context(rocksdb(plan, report, folder, allowed))
         for name in plan.ids:
             measure_ids(plan, report, name, memory, tiered, raw, rocks)
-        add_memory(report, memory, tiered, allowed, resident_bytes() - before)
+        add_memory(plan, report, memory, tiered, allowed, resident_bytes() - before)
     report.show(
         f"{plan.rows:,} rows of {plan.dim} floats with Adagrad, distinct ids of batches of {plan.batch:,}"
     )
+
+
+def rows_that_fit(rows: int, dim: int, others: int) -> int:
+    """Return how many rows a table in memory is given, half of the free memory next to `others` at most."""
+    free = memory_field("MemAvailable")
+    room = rows if free is None else (free - others) // 2 // (2 * dim * FLOAT_BYTES * 2)
+    return max(min(rows, room), 1)
+
+
+def insert(table: Table, rows: int, gradients: Tensor) -> float:
+    """Train all ids once, and return rows/s."""
+    seconds = 0.0
+    for first in range(0, rows, INSERTED):
+        ids = id_of(np.arange(first, min(first + INSERTED, rows)))
+        seconds += sum(fill(table, ids, gradients))
+    return rows / seconds
 
 
 def tiered_table(memory: NativeTable, allowed: int, folder: Path) -> TieredTable:
@@ -162,11 +210,13 @@ def measure_ids(
     rocks: RocksRows | None,
 ) -> None:
     """Race both tables, raw reads and RocksDB with ids of one distribution."""
-    requests = distinct_batches(name, plan)
+    requests = distinct_batches(name, plan, plan.rows)
     wanted = len(requests.ids[0])
     gradients = make_gradients(wanted, plan.dim, plan.seed)
     racing: dict[str, Contender] = {}
-    in_tiers, in_memory = (table_contenders(one, requests, gradients) for one in (tiered, memory))
+    in_tiers = training_contenders(tiered, requests, gradients)
+    fewer = requests if plan.memory_rows == plan.rows else distinct_batches(name, plan, plan.memory_rows)
+    in_memory = training_contenders(memory, fewer, make_gradients(len(fewer.ids[0]), plan.dim, plan.seed))
     for work in WORKS:
         racing |= {work: in_tiers[work], f"{work} in memory": in_memory[work]}
     if raw is not None:
@@ -200,18 +250,73 @@ def measure_ids(
         report.add(f"bytes {what} in a step, {name}", f"bytes_{what}_per_step", moved, "bytes")
 
 
-def distinct_batches(name: str, plan: TiersPlan) -> IdBatches:
+def training_contenders(table: Table, requests: IdBatches, gradients: Tensor) -> dict[str, Contender]:
+    """Return the contenders of a table, and those whose rows are looked up while a step before trains."""
+    updated, trained = LooksAhead(table, requests), LooksAhead(table, requests)
+    clock = itertools.count(EVENT_TIME)
+    model = small_model(gradients.shape[1])
+
+    def update(batch: int) -> None:
+        updated.rows(batch)
+        table.apply_gradients(requests.ids[batch], gradients, event_time=next(clock), dedup=True)
+
+    def train(batch: int) -> None:
+        rows = trained.rows(batch).requires_grad_()
+        model(rows[: len(rows) // COLUMNS * COLUMNS].view(-1, COLUMNS * rows.shape[1])).sum().backward()
+        found = rows.grad
+        assert found is not None
+        table.apply_gradients(requests.ids[batch], found, event_time=next(clock), dedup=True)
+
+    return table_contenders(table, requests, gradients) | {
+        "lookup ahead and update": contender(requests, update),
+        "training": contender(requests, train),
+    }
+
+
+def small_model(dim: int) -> nn.Module:
+    """Return the layers of a model with as many ids for an example as Criteo's."""
+    widths = (COLUMNS * dim, *HIDDEN)
+    layers = [(nn.Linear(width, following), nn.ReLU()) for width, following in itertools.pairwise(widths)]
+    return nn.Sequential(*itertools.chain.from_iterable(layers), nn.Linear(HIDDEN[-1], 1))
+
+
+class LooksAhead:
+    """Looks up each batch on a thread of its own while the one before trains, as a run does."""
+
+    def __init__(self, table: Table, requests: IdBatches) -> None:
+        self._table = table
+        self._requests = requests
+        self._thread = ThreadPoolExecutor(1)
+        self._next: tuple[int, Future[Tensor]] | None = None
+
+    def rows(self, batch: int) -> Tensor:
+        """Return the rows of a batch, and begin to look up the next."""
+        expected, found = self._next or (batch, self._look_up(batch))
+        assert expected == batch, "batches come in turn"
+        following = (batch + 1) % len(self._requests)
+        rows = found.result()
+        self._next = following, self._look_up(following)
+        return rows
+
+    def _look_up(self, batch: int) -> Future[Tensor]:
+        return self._thread.submit(self._table.lookup, self._requests.ids[batch])
+
+
+def distinct_batches(name: str, plan: TiersPlan, rows: int) -> IdBatches:
     """Return batches of distinct ids, all as long as the shortest: a store asks a table for each id once."""
     random = np.random.default_rng(plan.seed)
-    drawn = DISTRIBUTIONS[name](plan.rows, plan.batches * plan.batch, random)
+    drawn = DISTRIBUTIONS[name](rows, plan.batches * plan.batch, random)
     distinct = [random.permutation(np.unique(one)) for one in drawn.reshape(plan.batches, plan.batch)]
     shortest = min(map(len, distinct))
     return IdBatches.of(np.concatenate([one[:shortest] for one in distinct]), shortest)
 
 
-def add_memory(report: Report, memory: NativeTable, tiered: TieredTable, allowed: int, resident: int) -> None:
-    whole, stats = memory.stats().bytes_total, tiered.stats()
-    report.add("table in memory", "memory", whole, "bytes")
+def add_memory(
+    plan: TiersPlan, report: Report, memory: NativeTable, tiered: TieredTable, allowed: int, resident: int
+) -> None:
+    whole, stats = memory.stats().bytes_total * plan.rows // plan.memory_rows, tiered.stats()
+    note = None if plan.memory_rows == plan.rows else f"reckoned from {plan.memory_rows:,} rows"
+    report.add("table in memory", "memory", whole, "bytes", note=note)
     report.compare("tiered table", "memory", stats.bytes_total, "bytes", {"table in memory": whole})
     report.add("memory limit of the tiered table", "memory", allowed, "bytes")
     report.add("memory that the process grew by", "memory", resident, "bytes", note="all contenders' buffers")
@@ -252,10 +357,12 @@ class RawReads:
 
 @contextmanager
 def raw_reads(plan: TiersPlan, report: Report, folder: Path, threads: int) -> Iterator[RawReads | None]:
-    """Write a file of as many bytes as the rows have, and open it; None if reads cannot be direct."""
+    """Write a file of as many bytes as the rows have, 8 GiB at most, and open it; None if reads cannot be
+    direct.
+    """
     report.say("a file for raw reads")
     path, random = folder / "raw", np.random.default_rng(plan.seed)
-    blocks = -(-plan.rows * plan.row_bytes // BLOCK)
+    blocks = min(-(-plan.rows * plan.row_bytes // BLOCK), MOST_RAW_BYTES // BLOCK)
     with path.open("wb") as file:
         for at in range(0, blocks * BLOCK, PIECE):
             file.write(random.bytes(min(PIECE, blocks * BLOCK - at)))

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from monolith.cli.main import main
+from monolith.model import EmbeddingCollection
+from monolith.table import iterate
 from monolith_bench import quality
 from monolith_bench.collisions import click_log
-from monolith_bench.learner import Recipe, aucs
+from monolith_bench.learner import Learner, Recipe, aucs
 from monolith_bench.movielens import RATINGS
 from monolith_bench.options import ExperimentQualityOptions
 from monolith_bench.public_sets import PACKAGES, Examples, click_examples, read_set
+from monolith_bench.served_codings import CODINGS, rows_served_as
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +128,37 @@ def test_prefetch_with_fresh_rows_is_compared_with_none_and_with_rows_looked_up_
     assert all(one["examples_per_s"] > 0 for one in (fresh, none, ahead))
 
 
+def test_rows_of_exports_are_compared_with_rows_as_trained(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, *_ = report(capsys, *on_movielens(folder), "--protocols", "random")
+    exported = report(capsys, *on_movielens(folder), "--protocols", "random", "stream", "--codings")
+    assert [one["settings"] for one in exported] == list(CODINGS)
+    assert (exported[0]["valid"], exported[0]["test"]) == (plain["valid"], plain["test"])
+    assert {one["valid"]["auc"] for one in exported} == {plain["valid"]["auc"]}
+    assert exported[3]["test"] != plain["test"]
+
+
+def test_a_model_whose_rows_were_served_trains_on_with_its_own() -> None:
+    data = click_examples(2_000)
+    learner = Learner(Recipe(), data, 0)
+    some = torch.arange(len(data))
+    learner.train(some)
+    before = learner.scores(some)
+    with rows_served_as(learner.model, "int4"):
+        assert not torch.equal(learner.scores(some), before)
+    assert torch.equal(learner.scores(some), before)
+    (model,) = [one for one in learner.model.modules() if isinstance(one, EmbeddingCollection)]
+    store: Any = model.store
+    states = [torch.cat([rows.state for rows in iterate(store.table(name))]) for name in store.tables]
+    assert all(bool((state > 0.1).any()) for state in states), "what Adagrad has added up"
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["--seeds", "0"],
+        ["--sweep", "--codings"],
         ["--sweep", "--prefetch"],
         ["--quick", "--changes", "decay"],
         ["--quick", "--sweep", "--changes", "deacy"],

@@ -13,7 +13,7 @@ from services import warm
 
 from monolith.cli.main import main
 from monolith_bench.options import BenchTiersOptions
-from monolith_bench.tiers import RocksRows, TiersPlan, distinct_batches
+from monolith_bench.tiers import WORKS, RocksRows, TiersPlan, distinct_batches
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> dict[str, Any]:
-    options = ["--quick", "--memory", "5MB", "--folder", str(folder), "--json"]
+    options = ["--quick", "--memory", "5MB", "--memory-rows", "50000", "--folder", str(folder), "--json"]
     done = warm.run(["-m", "monolith", "bench", "tiers", *options], check=True, timeout=300)
     assert "100,000 rows of 16 floats" in done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -33,13 +33,14 @@ def report(folder: Path) -> dict[str, Any]:
 def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
     assert list(report) == ["bench", "machine", "results"]
     assert (report["bench"], report["machine"]["memory_limit"]) == ("tiers", 5_000_000)
+    assert report["machine"]["rows_in_memory"] == 50_000
     for result in report["results"]:
         assert set(result) - {"note"} == {"case", "metric", "value", "unit", "baseline", "ratio"}
         assert result["value"] is not None or result["note"]
 
 
 @pytest.mark.parametrize("ids", ["zipf", "uniform"])
-@pytest.mark.parametrize("work", ["lookup", "lookup and update"])
+@pytest.mark.parametrize("work", WORKS)
 def test_a_tiered_table_is_compared_with_memory_and_with_the_disk(
     report: dict[str, Any], work: str, ids: str
 ) -> None:
@@ -97,10 +98,10 @@ def test_rows_in_rocksdb_learn_by_adagrad(tmp_path: Path) -> None:
 
 def test_batches_have_distinct_ids_and_one_length() -> None:
     plan = TiersPlan.settle(BenchTiersOptions(quick=True))
-    requests = distinct_batches("zipf", plan)
+    requests = distinct_batches("zipf", plan, plan.rows)
     assert {len(ids.unique()) for ids in requests.ids} == {len(requests.ids[0])}
     assert len(requests) == plan.batches
-    again = distinct_batches("zipf", plan)
+    again = distinct_batches("zipf", plan, plan.rows)
     assert all(torch.equal(one, other) for one, other in zip(requests.ids, again.ids, strict=True))
 
 
@@ -108,6 +109,10 @@ def test_batches_have_distinct_ids_and_one_length() -> None:
     "options, message",
     [
         (["--rows", "0"], "--rows must be at least 1, got 0"),
+        (
+            ["--memory-rows", "5", "--rows", "4"],
+            "--memory-rows must be from 1 to the number of rows, 4, got 5",
+        ),
         (["--memory", "1MB"], "--memory must be at least 4MiB, got 1MB"),
         (["--memory", "much"], "'much' is not a size"),
         (["--folder", "/no/such/folder"], "--folder /no/such/folder is not a folder"),

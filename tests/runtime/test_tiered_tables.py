@@ -79,6 +79,29 @@ def test_a_run_with_cold_rows_ends_as_with_all_rows_in_memory(tmp_path: Path) ->
     assert tiered.found == memory.found  # to the bit
 
 
+def test_cold_rows_are_read_while_the_step_before_trains_and_not_in_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_steps = [0]
+    look_up, read_ahead = TieredTable.lookup, TieredTable.read_ahead
+    ahead = [0]
+
+    def counting(count: list[int], call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(table: TieredTable, *args: Any, **more: Any) -> Any:
+            before = table.stats().cold_ids_read
+            found = call(table, *args, **more)
+            count[0] += table.stats().cold_ids_read - before
+            return found
+
+        return counted
+
+    monkeypatch.setattr(TieredTable, "lookup", counting(in_steps, look_up))
+    monkeypatch.setattr(TieredTable, "read_ahead", counting(ahead, read_ahead))
+    trained(tmp_path / "run", tables=TIERED, prefetch=1)
+    assert ahead[0] > 100
+    assert in_steps[0] < ahead[0]  # rows that left memory in between
+
+
 @pytest.mark.parametrize(
     "first, then", [(TablesConfig(), TIERED), (TIERED, TablesConfig()), (TIERED, TIERED)]
 )

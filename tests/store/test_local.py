@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +51,26 @@ def test_rows_can_be_looked_up_into_memory_of_the_caller() -> None:
     out = torch.full((4,), 9.0)
     store.lookup_into(TableIds(torch.tensor([1, 2]), torch.tensor([2])), out)
     assert out.tolist() == [3, 4, 0, 0]
+
+
+def test_cold_rows_of_each_table_are_read_ahead(tmp_path: Path) -> None:
+    stored = {"storage": "tiered", "memory_bytes": 4 << 20, "storage_dir": str(tmp_path)}
+    in_memory = TableConfig(name="b", segments=(Segment(dim=1),))
+    tiered = {name: TableConfig(name=name, segments=(Segment(dim=256),), **stored) for name in ("a", "c")}
+    store = LocalStore.from_configs({"b": in_memory, **tiered})
+    for name in tiered:
+        table = store.table(name)
+        table.assign(torch.arange(10_000), torch.ones(10_000, 256))
+        table.flush()  # type: ignore[attr-defined]
+    # Two batches of three tables.
+    sizes = torch.tensor([10, 5, 0, 0, 5, 20])
+    ids = TableIds(torch.cat([torch.arange(size) for size in sizes.tolist()]), sizes, batches=2)
+    store.read_ahead(ids)
+    read = [store.table(name).stats().cold_ids_read for name in ("a", "b", "c")]
+    assert 0 < read[0] <= 10 < read[2] <= 20
+    assert read[1] == 0
+    assert store.lookup(ids).sum() == (10 + 20) * 256
+    assert [store.table(name).stats().cold_ids_read for name in ("a", "b", "c")] == read
 
 
 @pytest.mark.parametrize("make_table", [NativeTable, DictTable])

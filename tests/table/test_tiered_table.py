@@ -155,6 +155,25 @@ def test_looking_up_moves_no_row_and_reads_a_cold_one_once(table: TieredTable) -
     assert (before.is_tiered, after.tiered_ids - between.tiered_ids) == (True, 1000)
 
 
+def test_rows_that_were_read_ahead_are_looked_up_as_they_are_then_and_not_read_again(
+    table: TieredTable,
+) -> None:
+    train(table, torch.arange(20_000))
+    table.flush()
+    keys = torch.arange(0, 20_000, 20)
+    changed = keys[::2]
+    before = table.stats()
+    table.read_ahead(keys)
+    between = table.stats()
+    assert between.cold_ids_read - before.cold_ids_read > 800
+    assert (between.cold_rows, between.tiered_ids) == (before.cold_rows, before.tiered_ids)
+    table.assign(changed, torch.ones(len(changed), 16))
+    found = table.lookup(keys)
+    assert table.stats().cold_ids_read == between.cold_ids_read
+    assert bool((found[::2] == 1).all())
+    assert not bool((found[1::2] == 1).any())
+
+
 def test_an_update_reads_no_row_again_that_a_lookup_of_the_last_two_batches_read(config: TableConfig) -> None:
     table = TieredTable(replace(config, memory_bytes=2 * MEMORY))
     keys = torch.randperm(150_000, generator=torch.Generator().manual_seed(0)).split(2000)

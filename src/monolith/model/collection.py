@@ -305,12 +305,19 @@ class EmbeddingCollection(nn.Module):
         return tuple(self._layouts)
 
     def gather(self, batch: Input) -> GatheredBatch | None:
-        """Find the distinct IDs of a batch for `prepare`, without reading rows; from any thread.
+        """Find the distinct IDs of a batch for `prepare`, without looking rows up; from any thread.
+
+        Rows of tiered tables that are in files are read, so that `prepare` need not wait for the disk.
 
         None if a device reads the batch: `prepare` then does all of it.
         """
-        reader = self._reader()
-        return reader.read(_ids(batch)) if isinstance(reader, Gatherer) else None
+        reader, store = self._reader(), self.store
+        if not isinstance(reader, Gatherer):
+            return None
+        found = reader.read(_ids(batch))
+        if isinstance(store, LocalStore):
+            store.read_ahead(TableIds(found.ids, found.sizes))
+        return found
 
     def send(self, batch: Input) -> DeviceBatch:
         """Start copying the IDs of a batch to the device that has the rows; from any thread.

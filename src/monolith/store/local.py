@@ -73,6 +73,11 @@ class LocalStore:
         self._counts_sightings = counts_sightings
         self._memory = MemoryWatch() if memory is None else memory
         self._dims = {name: table.dim for name, table in self._multi.tables.items()}
+        self._tiered = [
+            (place, table)
+            for place, table in enumerate(self._multi.tables.values())
+            if isinstance(table, TieredTable)
+        ]
         self._optimizer: torch.optim.Optimizer | None = None
 
     @classmethod
@@ -166,6 +171,18 @@ class LocalStore:
 
     def lookup(self, ids: TableIds) -> Tensor:
         return self._multi.fused_lookup(ids.ids, ids.sizes, num_batches=ids.batches).embeddings
+
+    def read_ahead(self, ids: TableIds) -> None:
+        """Read rows that are in files, for a `lookup` of these IDs that is to see all updates until then.
+
+        Does nothing for other tables. From any thread, while a step before trains.
+        """
+        if not self._tiered:
+            return
+        cells = torch.split(ids.ids, ids.sizes.tolist())
+        for place, table in self._tiered:
+            for cell in cells[place :: len(self._dims)]:
+                table.read_ahead(cell)
 
     def lookup_arrays(
         self, ids: NDArray[np.int64], sizes: NDArray[np.int64], batches: int

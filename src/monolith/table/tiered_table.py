@@ -192,6 +192,17 @@ class TieredTable:
             core.lookup(keys, values)
         return answer
 
+    def read_ahead(self, ids: Tensor) -> None:
+        """Read the cold rows of a batch that will be looked up soon, so that the lookup need not wait.
+
+        It changes no row and no count of uses: what is looked up later is what it is then. Rows are kept as
+        long as after a lookup. Any thread may call it, beside writers.
+        """
+        core = self.core
+        keys = arguments.id_array(ids)
+        with _errors():
+            core.lookup(keys, np.empty((len(keys), self.dim), np.float32))
+
     def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Rows]:
         core = self.core
         keys = arguments.id_array(ids)
