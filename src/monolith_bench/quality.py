@@ -6,7 +6,7 @@ docs/quality.md has the table, and the evidence for the defaults.
 
 `--sweep` compares changes of the defaults by the valid part alone, so that they may guide a choice;
 `--recipes` adds a DeepFM with the settings that are best on MovieLens-100k; `--prefetch` compares the ways to
-look rows up.
+look rows up; `--baselines` adds what other libraries learn from a stream.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ from monolith_bench.learner import (
     mean_and_error,
     one_id_each,
     parts,
+    streamed,
 )
 from monolith_bench.options import ExperimentQualityOptions
 from monolith_bench.public_sets import SETS, Examples, click_examples, protocols_of, read_set
 from monolith_bench.report import stderr_console
+from monolith_bench.stream_baselines import BASELINES, river
 
 Part = Literal["valid", "test"]
 
@@ -102,7 +104,8 @@ class Quality:
 
     @property
     def trained(self) -> str:
-        return self.model if self.settings == DEFAULTS else f"{self.model}, {self.settings}"
+        own = self.settings == DEFAULTS and self.model not in BASELINES
+        return self.model if own else f"{self.model}, {self.settings}"
 
     def auc(self, part: Part) -> tuple[float, float]:
         """Return the mean AUC of a part, and its standard error."""
@@ -193,6 +196,10 @@ class QualityPlan:
     """The defaults and the changes to compare with them; empty if there is no sweep."""
     recipes: bool
     prefetch: bool
+    baselines: tuple[str, ...]
+    """Packages to compare with in streams."""
+    batch: int | None
+    """The batch size, where it is not that of the settings."""
 
     @classmethod
     def settle(cls, options: ExperimentQualityOptions) -> QualityPlan:
@@ -202,6 +209,18 @@ class QualityPlan:
             raise ConfigError("experiment quality: choose one of --sweep, --recipes and --prefetch")
         if options.changes and not options.sweep:
             raise ConfigError("experiment quality: --changes are compared by --sweep")
+        if options.batch is not None:
+            if options.batch < 1:
+                raise ConfigError(f"experiment quality: --batch must be at least 1, got {options.batch}")
+            if options.sweep or options.recipes or options.prefetch:
+                raise ConfigError("experiment quality: --batch is for the defaults and --baselines alone")
+        if options.baselines and (options.sweep or options.prefetch or "stream" not in options.protocols):
+            raise ConfigError(
+                "experiment quality: --baselines are compared in streams: leave out --sweep and --prefetch, "
+                "and have stream among --protocols"
+            )
+        if "river" in options.baselines:
+            river()  # a run of minutes should not find at its end that the package is missing
         chosen = {DEFAULTS: Recipe()}
         for named in options.changes or ("",):
             found = {said: one for said, one in changes().items() if said.startswith(named)}
@@ -222,6 +241,8 @@ class QualityPlan:
             sweep=chosen if options.sweep else {},
             recipes=options.recipes,
             prefetch=options.prefetch,
+            baselines=tuple(options.baselines),
+            batch=options.batch,
         )
 
     @property
@@ -233,6 +254,8 @@ class QualityPlan:
         """Return what a model is trained with."""
         if self.sweep:
             return dict(self.sweep)
+        if self.batch is not None:
+            return {f"batches of {self.batch}": Recipe(batch=self.batch)}
         recipe = {"recipe": RECIPES[protocol]} if self.recipes and model == "deepfm" else {}
         return {DEFAULTS: Recipe(), **recipe}
 
@@ -251,6 +274,18 @@ def measured(plan: QualityPlan) -> Iterator[Quality]:
                 for said, recipe in plan.settings(model, protocol).items():
                     found = [aucs(protocol, recipe, one, seed, model) for seed, one in enumerate(ready)]
                     yield Quality(model, name, protocol, said, tuple(found))
+            if protocol == "stream":
+                yield from others(name, data, plan)
+
+
+def others(name: str, data: Examples, plan: QualityPlan) -> Iterator[Quality]:
+    """Have the baselines of a plan learn from a stream, with the batches of the ready models."""
+    batch = Recipe().batch if plan.batch is None else plan.batch
+    for model, settings in BASELINES.items():
+        if model.startswith(plan.baselines):
+            for said, make in settings.items():
+                found = [streamed(make(data, seed, batch), seed) for seed in range(plan.seeds)]
+                yield Quality(model, name, "stream", said, tuple(found))
 
 
 def compared(name: str, data: Examples, seeds: int) -> Iterator[Quality]:
@@ -286,7 +321,7 @@ def run(options: ExperimentQualityOptions) -> int:
 
 
 def table(results: Sequence[Quality], plan: QualityPlan) -> Table:
-    """Return a line for each set and protocol, and a column for each model; in a sweep, transposed."""
+    """Return a line for each set and protocol, and a column for each model; of many settings, transposed."""
     part = plan.shown[-1]
     title = f"AUC of the {part} part, mean of {plan.seeds} seeds and its standard error"
     cells = {(one.case, one.trained): one.cell(part) for one in results}
@@ -295,7 +330,7 @@ def table(results: Sequence[Quality], plan: QualityPlan) -> Table:
         for one in results
         if part == "test" and (found := REFERENCES.get((one.data, one.protocol)))
     }
-    if plan.sweep:
+    if plan.sweep or plan.baselines:  # many settings: a line for each
         cells = {(settings, data): cell for (data, settings), cell in cells.items()}
     drawn = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     columns = list(dict.fromkeys(column for _, column in cells))

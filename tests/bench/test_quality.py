@@ -18,6 +18,7 @@ from monolith_bench.learner import Recipe, aucs
 from monolith_bench.movielens import RATINGS
 from monolith_bench.options import ExperimentQualityOptions
 from monolith_bench.public_sets import PACKAGES, Examples, click_examples, read_set
+from monolith_bench.stream_baselines import BASELINES
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +125,30 @@ def test_prefetch_with_fresh_rows_is_compared_with_none_and_with_rows_looked_up_
     assert all(one["examples_per_s"] > 0 for one in (fresh, none, ahead))
 
 
+def test_baselines_are_compared_in_streams_with_the_same_batches(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_alone = {"torch deepfm": {"Adam 0.01": BASELINES["torch deepfm"]["Adam 0.01"]}}
+    monkeypatch.setattr(quality, "BASELINES", torch_alone)
+    words = [*on_movielens(folder), "--protocols", "time", "stream", "--baselines", "torch"]
+    results = report(capsys, *words)
+    assert [(one["model"], one["protocol"], one["settings"]) for one in results] == [
+        ("deepfm", "time", "defaults"),
+        ("deepfm", "stream", "defaults"),
+        ("torch deepfm", "stream", "Adam 0.01"),
+    ]
+    smaller = report(capsys, *words, "--batch", "64")
+    assert [one["settings"] for one in smaller] == ["batches of 64", "batches of 64", "Adam 0.01"]
+    assert all(one["test"] != other["test"] for one, other in zip(results, smaller, strict=True))
+
+
 @pytest.mark.parametrize(
     "words",
     [
+        ["--quick", "--batch", "0"],
+        ["--quick", "--batch", "8", "--sweep"],
+        ["--quick", "--baselines", "torch", "--sweep"],
+        ["--quick", "--baselines", "torch", "--protocols", "random"],
         ["--seeds", "0"],
         ["--sweep", "--prefetch"],
         ["--quick", "--changes", "decay"],
