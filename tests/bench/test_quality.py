@@ -135,10 +135,16 @@ def test_baselines_are_compared_in_streams_with_the_same_batches(
     assert [(one["model"], one["protocol"], one["settings"]) for one in results] == [
         ("deepfm", "time", "defaults"),
         ("deepfm", "stream", "defaults"),
+        ("deepfm", "stream", "rates of rows 0.1"),
         ("torch deepfm", "stream", "Adam 0.01"),
     ]
     smaller = report(capsys, *words, "--batch", "64")
-    assert [one["settings"] for one in smaller] == ["batches of 64", "batches of 64", "Adam 0.01"]
+    assert [one["settings"] for one in smaller] == [
+        "batches of 64",
+        "batches of 64",
+        "rates of rows 0.1",
+        "Adam 0.01",
+    ]
     assert all(one["test"] != other["test"] for one, other in zip(results, smaller, strict=True))
 
 
