@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -185,16 +186,27 @@ def river() -> Any:
         ) from cause
 
 
-def _torch(
-    rows: Rows, *, sparse: bool = False, deviation: float | None = 0.01
-) -> Callable[[Examples, int, int], StreamLearner]:
-    return lambda data, seed, batch: TorchLearner(
-        data, seed, batch, rows=rows, sparse=sparse, deviation=deviation
-    )
+@dataclass(frozen=True, slots=True)
+class OfTorch:
+    """Makes a `TorchLearner`, whose arguments are the fields."""
+
+    rows: Rows
+    sparse: bool = False
+    deviation: float | None = 0.01
+
+    def __call__(self, data: Examples, seed: int, batch: int) -> StreamLearner:
+        settings: Any = {"rows": self.rows, "sparse": self.sparse, "deviation": self.deviation}
+        return TorchLearner(data, seed, batch, **settings)
 
 
-def _river(make: Callable[[Any, int], Any]) -> Callable[[Examples, int, int], StreamLearner]:
-    return lambda data, seed, batch: RiverLearner(data, seed, batch, make=make)
+@dataclass(frozen=True, slots=True)
+class OfRiver:
+    """Makes a `RiverLearner` of a classifier."""
+
+    make: Callable[[Any, int], Any]
+
+    def __call__(self, data: Examples, seed: int, batch: int) -> StreamLearner:
+        return RiverLearner(data, seed, batch, make=self.make)
 
 
 def _machine(package: Any, seed: int, optimizer: str, rate: float) -> Any:
@@ -205,29 +217,29 @@ def _machine(package: Any, seed: int, optimizer: str, rate: float) -> Any:
 
 BASELINES: Mapping[str, Mapping[str, Callable[[Examples, int, int], StreamLearner]]] = {
     "torch deepfm": {
-        "Adam 0.001": _torch(lambda tables: torch.optim.Adam(tables, lr=0.001)),
-        "Adam 0.001, vectors of deviation 1": _torch(
+        "Adam 0.001": OfTorch(lambda tables: torch.optim.Adam(tables, lr=0.001)),
+        "Adam 0.001, vectors of deviation 1": OfTorch(
             lambda tables: torch.optim.Adam(tables, lr=0.001), deviation=None
         ),
-        "Adam 0.01": _torch(lambda tables: torch.optim.Adam(tables, lr=0.01)),
-        "SparseAdam 0.001": _torch(lambda tables: torch.optim.SparseAdam(tables, lr=0.001), sparse=True),
-        "SparseAdam 0.01": _torch(lambda tables: torch.optim.SparseAdam(tables, lr=0.01), sparse=True),
-        "sparse Adagrad 0.01": _torch(lambda tables: torch.optim.Adagrad(tables, lr=0.01), sparse=True),
-        "sparse Adagrad 0.1": _torch(lambda tables: torch.optim.Adagrad(tables, lr=0.1), sparse=True),
+        "Adam 0.01": OfTorch(lambda tables: torch.optim.Adam(tables, lr=0.01)),
+        "SparseAdam 0.001": OfTorch(lambda tables: torch.optim.SparseAdam(tables, lr=0.001), sparse=True),
+        "SparseAdam 0.01": OfTorch(lambda tables: torch.optim.SparseAdam(tables, lr=0.01), sparse=True),
+        "sparse Adagrad 0.01": OfTorch(lambda tables: torch.optim.Adagrad(tables, lr=0.01), sparse=True),
+        "sparse Adagrad 0.1": OfTorch(lambda tables: torch.optim.Adagrad(tables, lr=0.1), sparse=True),
     },
     "river logistic": {
-        "defaults": _river(lambda package, _seed: package.linear_model.LogisticRegression()),
-        "SGD 0.3": _river(
+        "defaults": OfRiver(lambda package, _seed: package.linear_model.LogisticRegression()),
+        "SGD 0.3": OfRiver(
             lambda package, _seed: package.linear_model.LogisticRegression(package.optim.SGD(0.3))
         ),
-        "AdaGrad 1": _river(
+        "AdaGrad 1": OfRiver(
             lambda package, _seed: package.linear_model.LogisticRegression(package.optim.AdaGrad(1.0))
         ),
     },
     "river fm": {
-        "defaults": _river(lambda package, seed: package.facto.FMClassifier(seed=seed)),
-        "SGD 0.1": _river(lambda package, seed: _machine(package, seed, "SGD", 0.1)),
-        "AdaGrad 0.1": _river(lambda package, seed: _machine(package, seed, "AdaGrad", 0.1)),
+        "defaults": OfRiver(lambda package, seed: package.facto.FMClassifier(seed=seed)),
+        "SGD 0.1": OfRiver(lambda package, seed: _machine(package, seed, "SGD", 0.1)),
+        "AdaGrad 0.1": OfRiver(lambda package, seed: _machine(package, seed, "AdaGrad", 0.1)),
     },
 }
 """By name, which begins with that of the package, and settings: what makes a learner of examples, given a
