@@ -54,6 +54,19 @@ class Likes(typing.Protocol):
         """Return the examples at these positions, with the label `like`."""
 
 
+class StreamLearner(typing.Protocol):
+    """What learns from examples in order, and predicts each before it learns from it."""
+
+    @property
+    def data(self) -> Likes: ...
+
+    def train(self, some: Tensor) -> None:
+        """Learn from examples, in their order."""
+
+    def predict_then_train(self, some: Tensor) -> Tensor:
+        """Return scores of examples, the higher the likelier, each made before it is learned from."""
+
+
 def one_id_each(names: Sequence[str]) -> FeatureSpec:
     """Return features of one ID each, and the label `like`."""
     return FeatureSpec(features={name: IdFeature() for name in names}, labels={"like": Label()})
@@ -246,7 +259,7 @@ def early_stopped(
     raise AssertionError("epochs continue for good")
 
 
-def streamed(learner: Learner, seed: int) -> TwoAucs:
+def streamed(learner: StreamLearner, seed: int) -> TwoAucs:
     """Go over all examples once, in the order of time, predicting first; return how well."""
     train, valid, test = parts(len(learner.data), "time", seed)
     learner.train(train)

@@ -492,6 +492,12 @@ class ExperimentQualityOptions:
     rows fresh, without prefetch, and with rows looked up ahead."""
     codings: bool = False
     """Compare the rows as trained with those that an export in fp16, int8 and int4 has."""
+    baselines: tuple[Literal["torch", "river"], ...] = ()
+    """Also measure, predict-then-train, what other libraries learn from the same batches: a DeepFM of plain
+    torch with several optimizers, and online learners of river (`pip install river`)."""
+    batch: int | None = None
+    """How many examples are learned at once, and in a stream predicted before that; by default as many as in
+    a config file, 512. 1 learns from each example before it predicts the next one."""
     quick: bool = False
     """A small run of some seconds on a click log, to see that it works; its numbers mean little."""
     json: bool = False

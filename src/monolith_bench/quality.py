@@ -6,7 +6,7 @@ docs/quality.md has the table, and the evidence for the defaults.
 
 `--sweep` compares changes of the defaults by the valid part alone, so that they may guide a choice;
 `--recipes` adds a DeepFM with the settings that are best on MovieLens-100k; `--prefetch` compares the ways to
-look rows up, `--codings` the rows of an export.
+look rows up, `--codings` the rows of an export; `--baselines` adds what other libraries learn from a stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from monolith.data import BatchSpec, MemorySource, Pipeline, Stream
 from monolith.errors import ConfigError
 from monolith.feature import Batch
+from monolith.model.ffm import FFM_BIAS_OPTIMIZER
 from monolith.nn import auc
 from monolith.runtime import Trainer
 from monolith.table import Adagrad, RandomUniform
@@ -42,11 +43,13 @@ from monolith_bench.learner import (
     mean_and_error,
     one_id_each,
     parts,
+    streamed,
 )
 from monolith_bench.options import ExperimentQualityOptions
 from monolith_bench.public_sets import SETS, Examples, click_examples, protocols_of, read_set
 from monolith_bench.report import stderr_console
 from monolith_bench.served_codings import CODINGS, coded_aucs
+from monolith_bench.stream_baselines import BASELINES, river
 
 Part = Literal["valid", "test"]
 
@@ -58,6 +61,9 @@ REFERENCES: Mapping[tuple[str, Protocol], float] = {
 }
 """The best known results of open libraries, by set and protocol: those of RecBole."""
 REFERENCE = "reference"
+STREAM_RATE = 0.1
+"""The rate of rows that is better than the default in each stream of docs/quality.md, by valid: next to
+baselines of several settings, models have this one, too."""
 
 
 def changes() -> dict[str, Recipe]:
@@ -65,6 +71,14 @@ def changes() -> dict[str, Recipe]:
     return {
         DEFAULTS: Recipe(),
         **{f"rates of rows {rate}": Recipe.of_rows(Adagrad(learning_rate=rate)) for rate in (0.02, 0.1)},
+        "rate of vectors 0.1": Recipe(settings={"optimizer": Adagrad(learning_rate=0.1)}),
+        "rate of biases 0.2": Recipe(settings={"bias_optimizer": Adagrad(learning_rate=0.2)}),
+        **{
+            f"biases by Ftrl {rate}": Recipe(
+                settings={"bias_optimizer": replace(FFM_BIAS_OPTIMIZER, learning_rate=rate)}
+            )
+            for rate in (0.1, 0.2, 0.5)
+        },
         "first accumulator 1": Recipe.of_rows(Adagrad(initial_accumulator_value=1.0)),
         **{
             f"decay of vectors {decay:g}": Recipe(settings={"optimizer": Adagrad(weight_decay=decay)})
@@ -104,7 +118,8 @@ class Quality:
 
     @property
     def trained(self) -> str:
-        return self.model if self.settings == DEFAULTS else f"{self.model}, {self.settings}"
+        own = self.settings == DEFAULTS and self.model not in BASELINES
+        return self.model if own else f"{self.model}, {self.settings}"
 
     def auc(self, part: Part) -> tuple[float, float]:
         """Return the mean AUC of a part, and its standard error."""
@@ -196,17 +211,39 @@ class QualityPlan:
     recipes: bool
     prefetch: bool
     codings: bool
+    baselines: tuple[str, ...]
+    """Packages to compare with in streams."""
+    batch: int | None
+    """The batch size, where it is not that of the settings."""
 
     @classmethod
     def settle(cls, options: ExperimentQualityOptions) -> QualityPlan:
         if options.seeds < 1:
             raise ConfigError(f"experiment quality: --seeds must be at least 1, got {options.seeds}")
-        if sum([options.sweep, options.recipes, options.prefetch, options.codings]) > 1:
+        exclusive = [
+            options.sweep,
+            options.recipes,
+            options.prefetch,
+            options.codings,
+            bool(options.baselines),
+        ]
+        if sum(exclusive) > 1:
             raise ConfigError(
-                "experiment quality: choose one of --sweep, --recipes, --prefetch and --codings"
+                "experiment quality: choose one of --sweep, --recipes, --prefetch, --codings and --baselines"
             )
         if options.changes and not options.sweep:
             raise ConfigError("experiment quality: --changes are compared by --sweep")
+        if options.batch is not None:
+            if options.batch < 1:
+                raise ConfigError(f"experiment quality: --batch must be at least 1, got {options.batch}")
+            if options.sweep or options.recipes or options.prefetch:
+                raise ConfigError("experiment quality: --batch is for the defaults and --baselines alone")
+        if options.baselines and "stream" not in options.protocols:
+            raise ConfigError(
+                "experiment quality: --baselines are compared in streams: have stream among --protocols"
+            )
+        if "river" in options.baselines:
+            river()  # a run of minutes should not find at its end that the package is missing
         chosen = {DEFAULTS: Recipe()}
         for named in options.changes or ("",):
             found = {said: one for said, one in changes().items() if said.startswith(named)}
@@ -228,6 +265,8 @@ class QualityPlan:
             recipes=options.recipes,
             prefetch=options.prefetch,
             codings=options.codings,
+            baselines=tuple(options.baselines),
+            batch=options.batch,
         )
 
     @property
@@ -239,6 +278,14 @@ class QualityPlan:
         """Return what a model is trained with."""
         if self.sweep:
             return dict(self.sweep)
+        if self.batch is not None or self.baselines:
+            batch = Recipe().batch if self.batch is None else self.batch
+            said = DEFAULTS if self.batch is None else f"batches of {batch}"
+            found = {said: Recipe(batch=batch)}
+            if self.baselines and protocol == "stream":
+                faster = Adagrad(learning_rate=STREAM_RATE)
+                found[f"rates of rows {STREAM_RATE}"] = Recipe.of_rows(faster, batch=batch)
+            return found
         recipe = {"recipe": RECIPES[protocol]} if self.recipes and model == "deepfm" else {}
         return {DEFAULTS: Recipe(), **recipe}
 
@@ -261,6 +308,18 @@ def measured(plan: QualityPlan) -> Iterator[Quality]:
                 for said, recipe in plan.settings(model, protocol).items():
                     found = [aucs(protocol, recipe, one, seed, model) for seed, one in enumerate(ready)]
                     yield Quality(model, name, protocol, said, tuple(found))
+            if protocol == "stream":
+                yield from others(name, data, plan)
+
+
+def others(name: str, data: Examples, plan: QualityPlan) -> Iterator[Quality]:
+    """Have the baselines of a plan learn from a stream, with the batches of the ready models."""
+    batch = Recipe().batch if plan.batch is None else plan.batch
+    for model, settings in BASELINES.items():
+        if model.startswith(plan.baselines):
+            for said, make in settings.items():
+                found = [streamed(make(data, seed, batch), seed) for seed in range(plan.seeds)]
+                yield Quality(model, name, "stream", said, tuple(found))
 
 
 def served(name: str, data: Sequence[Examples], protocol: Split, model: str) -> Iterator[Quality]:
@@ -303,7 +362,7 @@ def run(options: ExperimentQualityOptions) -> int:
 
 
 def table(results: Sequence[Quality], plan: QualityPlan) -> Table:
-    """Return a line for each set and protocol, and a column for each model; in a sweep, transposed."""
+    """Return a line for each set and protocol, and a column for each model; of many settings, transposed."""
     part = plan.shown[-1]
     title = f"AUC of the {part} part, mean of {plan.seeds} seeds and its standard error"
     cells = {(one.case, one.trained): one.cell(part) for one in results}
@@ -312,7 +371,7 @@ def table(results: Sequence[Quality], plan: QualityPlan) -> Table:
         for one in results
         if part == "test" and (found := REFERENCES.get((one.data, one.protocol)))
     }
-    if plan.sweep:
+    if plan.sweep or plan.baselines:  # many settings: a line for each
         cells = {(settings, data): cell for (data, settings), cell in cells.items()}
     drawn = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     columns = list(dict.fromkeys(column for _, column in cells))

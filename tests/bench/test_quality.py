@@ -22,6 +22,7 @@ from monolith_bench.movielens import RATINGS
 from monolith_bench.options import ExperimentQualityOptions
 from monolith_bench.public_sets import PACKAGES, Examples, click_examples, read_set
 from monolith_bench.served_codings import CODINGS, rows_served_as
+from monolith_bench.stream_baselines import BASELINES
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +155,36 @@ def test_a_model_whose_rows_were_served_trains_on_with_its_own() -> None:
     assert all(bool((state > 0.1).any()) for state in states), "what Adagrad has added up"
 
 
+def test_baselines_are_compared_in_streams_with_the_same_batches(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_alone = {"torch deepfm": {"Adam 0.01": BASELINES["torch deepfm"]["Adam 0.01"]}}
+    monkeypatch.setattr(quality, "BASELINES", torch_alone)
+    words = [*on_movielens(folder), "--protocols", "time", "stream", "--baselines", "torch"]
+    results = report(capsys, *words)
+    assert [(one["model"], one["protocol"], one["settings"]) for one in results] == [
+        ("deepfm", "time", "defaults"),
+        ("deepfm", "stream", "defaults"),
+        ("deepfm", "stream", "rates of rows 0.1"),
+        ("torch deepfm", "stream", "Adam 0.01"),
+    ]
+    smaller = report(capsys, *words, "--batch", "64")
+    assert [one["settings"] for one in smaller] == [
+        "batches of 64",
+        "batches of 64",
+        "rates of rows 0.1",
+        "Adam 0.01",
+    ]
+    assert all(one["test"] != other["test"] for one, other in zip(results, smaller, strict=True))
+
+
 @pytest.mark.parametrize(
     "words",
     [
+        ["--quick", "--batch", "0"],
+        ["--quick", "--batch", "8", "--sweep"],
+        ["--quick", "--baselines", "torch", "--sweep"],
+        ["--quick", "--baselines", "torch", "--protocols", "random"],
         ["--seeds", "0"],
         ["--sweep", "--codings"],
         ["--sweep", "--prefetch"],

@@ -15,6 +15,7 @@ from monolith.errors import ConfigError
 from monolith.feature import FeatureIds
 from monolith.model import SequenceRanker
 from monolith.model.sequence_ranker import appended
+from monolith.nn import HSTUEncoder
 
 HISTORY = Feature(name="history", shares="item", combiner=Each())
 FEATURES = ["user", "item", HISTORY]
@@ -125,3 +126,9 @@ def test_time_counts_up_to_the_event_time() -> None:
 def test_what_makes_no_sense_is_refused(features: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SequenceRanker(features, **settings)
+
+
+def test_an_untrained_hstu_changes_a_step_less_than_its_encoder_alone_would() -> None:
+    small = make(layers=1).dense.encoder.layers[0].output.weight
+    own = HSTUEncoder(8, 201, layers=1).layers[0].output.weight
+    assert 0 < small.abs().mean() < 0.2 * own.abs().mean()

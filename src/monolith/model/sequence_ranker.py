@@ -48,6 +48,8 @@ from monolith.tensors import RaggedTensor
 
 Encoder = Literal["hstu", "sasrec", "gru"]
 _ENCODERS: Mapping[str, Any] = {"hstu": HSTUEncoder, "sasrec": SASRecEncoder, "gru": GRUEncoder}
+_FIRST_CHANGE = 0.1
+"""By how much the first weights of what an HSTU layer adds to a step are smaller than its own choice."""
 
 
 class SequenceRankerDense(nn.Module):
@@ -223,6 +225,12 @@ class SequenceRanker(LogitModel):
         with inputs.seeded():
             # One step more: the item that is asked about.
             made = _ENCODERS[encoder](dim, max_length_of(said, max_length) + 1, **how)
+            if encoder == "hstu":
+                # What layers add to a step is normalised, so untrained ones drown the small first values of
+                # rows in noise. In a stream that costs AUC until they have learned; see docs/quality.md.
+                with torch.no_grad():
+                    for layer in made.layers:
+                        layer.output.weight.mul_(_FIRST_CHANGE)
             dense = SequenceRankerDense(
                 made, dim, sum(widths[name] for name in plain), inputs.floats.width, hidden, inputs.tower
             )
