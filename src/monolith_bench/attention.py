@@ -38,7 +38,7 @@ from monolith_bench.report import Report
 
 BUCKETS = 128
 _LONGEST_S = 4.0
-"""Once a contender has worked for so long, the rounds go on without it."""
+"""Once a contender has worked for so long, further rounds leave it out."""
 Attend = Callable[["AttentionInputs"], Tensor]
 
 

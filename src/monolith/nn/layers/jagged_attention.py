@@ -40,8 +40,6 @@ BUCKET_WIDTH = 0.301
 """Buckets of time gaps are this wide, by the natural logarithm: each ends at 1.35 times the one before."""
 GAP_BIT_SHIFT = 17
 """Bits of a gap's float32 that do not count: of 23 bits behind the first significant one, 6 do."""
-GAP_FIRST_BITS = 127 << (23 - GAP_BIT_SHIFT)
-"""The bits of 1.0 that count."""
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST_HEAD = 256
 """The widest head that kernels take."""
@@ -186,12 +184,14 @@ def gap_buckets(gaps: Tensor, buckets: int) -> Tensor:
 
 @lru_cache
 def bucket_table(buckets: int, device: torch.device) -> Tensor:
-    """Return the buckets of all gaps from 1 to 2^65 by the upper bits of their floats, int32.
-
-    The first entry is that of the bits `GAP_FIRST_BITS`, which gaps of 1 have.
-    """
-    bits = torch.arange(65 << (23 - GAP_BIT_SHIFT), dtype=torch.int32) + GAP_FIRST_BITS
-    made = gap_buckets((bits << GAP_BIT_SHIFT).view(torch.float32), buckets).int()
+    """Return the buckets of all gaps by the upper bits of their floats, int32 of shape (32768,)."""
+    first, infinite = (
+        127 << (23 - GAP_BIT_SHIFT),
+        255 << (23 - GAP_BIT_SHIFT),
+    )  # the bits of 1.0 and of infinity
+    gaps = (torch.arange(first, infinite, dtype=torch.int32) << GAP_BIT_SHIFT).view(torch.float32)
+    made = torch.zeros(1 << (32 - GAP_BIT_SHIFT), dtype=torch.int32)
+    made[first:infinite] = gap_buckets(gaps, buckets).int()
     # A copy from pinned memory is the only one for which the host does not wait.
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 

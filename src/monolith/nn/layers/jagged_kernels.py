@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from monolith.nn.layers.jagged_attention import GAP_BIT_SHIFT, GAP_FIRST_BITS
+from monolith.nn.layers.jagged_attention import GAP_BIT_SHIFT
 
 _COMPILED = not triton.knobs.runtime.interpret
 """The interpreter knows no assembler."""
@@ -40,7 +40,6 @@ _COMPILED = not triton.knobs.runtime.interpret
 # fmt: off
 LOG2_E = tl.constexpr(1.4426950408889634)
 _BIT_SHIFT = tl.constexpr(GAP_BIT_SHIFT)
-_FIRST_BITS = tl.constexpr(GAP_FIRST_BITS)
 _COUNTS = ("sequences", "heads", "blocks")
 _DIAGONAL_COUNTS = ("sequences", "heads", "shares", "stripes")
 """Triton would compile a kernel again for counts that are 1 or a multiple of 16."""
@@ -70,68 +69,97 @@ def _split_times(times, asked, parts, splits, sequences, row, BLOCK: tl.constexp
 
 
 @triton.jit
-def _looked_up(table, index, COMPILED: tl.constexpr):
-    """Return floats of a small table, one for each index.
-
-    Triton would load a tile in an order of its own and exchange it between threads through shared memory.
-    By assembler, each thread loads what it computes with.
-    """
+def _time_of(parts, first, inside, COMPILED: tl.constexpr):
+    """Return both floats of the times of steps `first + inside`; see `_places`."""
     if COMPILED:
         return tl.inline_asm_elementwise(
-            "{ .reg .b64 at; mad.wide.s32 at, $2, 4, $1; ld.global.nc.f32 $0, [at]; }", "=f,l,r",
-            [table.to(tl.int64), index], tl.float32, True, 1
+            "ld.global.nc.v2.f32 {$0, $1}, [$2];", "=f,=f,l",
+            [_places(parts, first * 2) + inside.to(tl.int64) * 8], (tl.float32, tl.float32), True, 1
         )
-    return tl.load(table + index)
-
-
-@triton.jit
-def _time_of(parts, steps, COMPILED: tl.constexpr):
-    """Return both floats of the times of steps."""
-    if COMPILED:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b64 at; mad.wide.s32 at, $3, 8, $2; ld.global.nc.v2.f32 {$0, $1}, [at]; }", "=f,=f,l,r",
-            [parts.to(tl.int64), steps], (tl.float32, tl.float32), True, 1
-        )
+    steps = first + inside
     return tl.load(parts + 2 * steps), tl.load(parts + 2 * steps + 1)
 
 
 @triton.jit
-def _gap_bits(asked_high, asked_low, seen_high, seen_low):
-    """Return the upper bits of gaps: what tables have an entry for, from `_FIRST_BITS` on."""
-    gaps = (asked_high - seen_high) + (asked_low - seen_low)
-    return tl.maximum(gaps, 1.0).to(tl.int32, bitcast=True) >> _BIT_SHIFT
+def _places(table, index):
+    """Return addresses of floats, as integers that LLVM knows nothing about.
+
+    What is added to them differs by constants that are known when a kernel is compiled: those become part of
+    each load. LLVM would keep an address for each and count all of them up from block to block.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.b64 $0, $1;", "=l,l", [table.to(tl.int64) + index.to(tl.int64) * 4], tl.int64, True, 1
+    )
+
+
+@triton.jit
+def _whole(high, low):
+    return high.to(tl.float64) + low.to(tl.float64)
+
+
+@triton.jit
+def _of_gaps(table, gaps, COMPILED: tl.constexpr):
+    """Return floats of a table, which has one for the upper bits of any float."""
+    bits = gaps.to(tl.uint32, bitcast=True) >> _BIT_SHIFT
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 at; mad.wide.u32 at, $2, 4, $1; ld.global.nc.f32 $0, [at]; }", "=f,l,r",
+            [table.to(tl.int64), bits], tl.float32, True, 1
+        )
+    return tl.load(table + bits)
 
 
 @triton.jit
 def _bias_of(
-    apart, asked_high, asked_low, seen_high, seen_low, by_distance, by_time,
+    apart, left, right, asked_high, asked_low, seen_high, seen_low, by_distance, by_time,
     FAR: tl.constexpr, TIMED: tl.constexpr, COMPILED: tl.constexpr,
 ):
-    """Return the biases of pairs that are `apart` steps from each other.
+    """Return half of the biases of pairs that are `apart + left + right` steps from each other.
 
     `by_distance` has room on both sides, since a block reaches above the diagonal and beyond `max_length`.
+    Triton would load a tile in an order of its own and exchange it between threads through shared memory. By
+    assembler, each thread loads what it computes with.
     """
+    bias = 0.0
+    if FAR:
+        if COMPILED:
+            bias = tl.inline_asm_elementwise(
+                "ld.global.nc.f32 $0, [$1];", "=f,l",
+                [_places(by_distance, apart + left) + right.to(tl.int64) * 4], tl.float32, True, 1
+            )
+        else:
+            bias = tl.load(by_distance + apart + left + right)
     if TIMED:
-        bits = _gap_bits(asked_high, asked_low, seen_high, seen_low)
-        bias = _looked_up(by_time - _FIRST_BITS, bits, COMPILED)
-        if FAR:
-            bias += _looked_up(by_distance, apart, COMPILED)
-    elif FAR:
-        bias = _looked_up(by_distance, apart, COMPILED)
-    else:
-        bias = 0.0
+        gaps = (asked_high - seen_high) + (asked_low - seen_low)
+        bias += _of_gaps(by_time, gaps, COMPILED)
     return bias
 
 
 @triton.jit
-def _sigmoid(x, FAST: tl.constexpr):
+def _gate(half, FAST: tl.constexpr):
+    """Return what the next two functions take: the hyperbolic tangent of half a score, or its sigmoid."""
     if FAST == 2:
-        half = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x * 0.5], tl.float32, True, 1)
-        return half * 0.5 + 0.5
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, True, 1)
+    above = 1.0 + tl.exp2(-2.0 * LOG2_E * half)
     if FAST == 1:
-        above = 1.0 + tl.exp2(-LOG2_E * x)
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [above], tl.float32, True, 1)
-    return 1.0 / (1.0 + tl.exp2(-LOG2_E * x))
+    return 1.0 / above
+
+
+@triton.jit
+def _silu(half, gate, FAST: tl.constexpr):
+    """Return the silu of scores."""
+    if FAST == 2:
+        return half * gate + half
+    return 2.0 * half * gate
+
+
+@triton.jit
+def _times_slope(of_weights, half, gate, FAST: tl.constexpr):
+    """Return twice the gradient of scores: that of the weights, times the slope of silu."""
+    if FAST == 2:
+        return of_weights * (half * (1.0 - gate * gate) + gate) + of_weights
+    return 2.0 * of_weights * (gate + 2.0 * half * gate * (1.0 - gate))
 
 
 @triton.jit
@@ -170,7 +198,7 @@ def _store(base, values, rows, columns, stride, length, WIDTH: tl.constexpr):
 
 @triton.jit
 def _forward_blocks(
-    total, query, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+    total, query, asked_high, asked_low, above, inside, k, v, seen, by_distance, by_time,
     k_stride, v_stride, length, first, last,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     N: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, DIAGONAL: tl.constexpr, FAST: tl.constexpr,
@@ -180,18 +208,18 @@ def _forward_blocks(
     for start in range(first, last, N):
         keys = start + tl.arange(0, N)
         key = _load(k, keys, tl.arange(0, PADDED), k_stride, length, WIDTH, PADDED, not DIAGONAL)
-        apart = rows[:, None] - keys[None, :]
         seen_high, seen_low = keys, keys
         if TIMED:
-            seen_high, seen_low = _time_of(seen, keys, COMPILED)
+            seen_high, seen_low = _time_of(seen, start, tl.arange(0, N), COMPILED)
         bias = _bias_of(
-            apart, asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
+            above - start, inside[:, None], -tl.arange(0, N)[None, :],
+            asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
             by_distance, by_time, FAR, TIMED, COMPILED,
         )
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) + bias
-        weights = scores * _sigmoid(scores, FAST)
+        half = 0.5 * tl.dot(query, tl.trans(key), input_precision=PRECISION) + bias
+        weights = _silu(half, _gate(half, FAST), FAST)
         if DIAGONAL:
-            weights = tl.where(apart >= 0, weights, 0.0)
+            weights = tl.where((above + inside)[:, None] >= keys[None, :], weights, 0.0)
         content = _load(
             v, keys, tl.arange(0, CONTENT_PADDED), v_stride, length, CONTENT, CONTENT_PADDED, not DIAGONAL
         )
@@ -215,7 +243,8 @@ def _forward(
     if start >= length:
         return
     head = pair % heads
-    rows = start + tl.arange(0, M)
+    inside = tl.arange(0, M)
+    rows = start + inside
     query = _load(
         q + begin * q_stride + head * WIDTH, rows, tl.arange(0, PADDED), q_stride, length, WIDTH, PADDED,
         False
@@ -225,16 +254,16 @@ def _forward(
     asked_high, asked_low = rows, rows
     if TIMED:
         parts += 2 * begin
-        asked_high, asked_low = _time_of(parts, rows, COMPILED)
+        asked_high, asked_low = _time_of(parts, start, inside, COMPILED)
     seen = parts + row
     total = tl.zeros([M, CONTENT_PADDED], tl.float32)
     total = _forward_blocks(
-        total, query, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+        total, query, asked_high, asked_low, start, inside, k, v, seen, by_distance, by_time,
         k_stride, v_stride, length, 0, start,
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, False, FAST, COMPILED, PRECISION,
     )
     total = _forward_blocks(
-        total, query, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+        total, query, asked_high, asked_low, start, inside, k, v, seen, by_distance, by_time,
         k_stride, v_stride, length, start, tl.minimum(start + M, length),
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, True, FAST, COMPILED, PRECISION,
     )
@@ -246,7 +275,7 @@ def _forward(
 
 @triton.jit
 def _query_blocks(
-    total, query, gradient, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+    total, query, gradient, asked_high, asked_low, above, inside, k, v, seen, by_distance, by_time,
     k_stride, v_stride, length, first, last,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     N: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, DIAGONAL: tl.constexpr, FAST: tl.constexpr,
@@ -259,20 +288,19 @@ def _query_blocks(
         content = _load(
             v, keys, tl.arange(0, CONTENT_PADDED), v_stride, length, CONTENT, CONTENT_PADDED, not DIAGONAL
         )
-        apart = rows[:, None] - keys[None, :]
         seen_high, seen_low = keys, keys
         if TIMED:
-            seen_high, seen_low = _time_of(seen, keys, COMPILED)
+            seen_high, seen_low = _time_of(seen, start, tl.arange(0, N), COMPILED)
         bias = _bias_of(
-            apart, asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
+            above - start, inside[:, None], -tl.arange(0, N)[None, :],
+            asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
             by_distance, by_time, FAR, TIMED, COMPILED,
         )
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) + bias
+        half = 0.5 * tl.dot(query, tl.trans(key), input_precision=PRECISION) + bias
         of_weights = tl.dot(gradient, tl.trans(content), input_precision=PRECISION)
-        share = _sigmoid(scores, FAST)
-        of_scores = of_weights * (share + scores * share * (1.0 - share))
+        of_scores = _times_slope(of_weights, half, _gate(half, FAST), FAST)
         if DIAGONAL:
-            of_scores = tl.where(apart >= 0, of_scores, 0.0)
+            of_scores = tl.where((above + inside)[:, None] >= keys[None, :], of_scores, 0.0)
         total = tl.dot(of_scores.to(key.dtype), key, total, input_precision=PRECISION)
     return total
 
@@ -293,7 +321,8 @@ def _query_gradient(
     if start >= length:
         return
     head = pair % heads
-    rows = start + tl.arange(0, M)
+    inside = tl.arange(0, M)
+    rows = start + inside
     columns, content_columns = tl.arange(0, PADDED), tl.arange(0, CONTENT_PADDED)
     query = _load(q + begin * q_stride + head * WIDTH, rows, columns, q_stride, length, WIDTH, PADDED, False)
     gradient = _load(
@@ -305,28 +334,28 @@ def _query_gradient(
     asked_high, asked_low = rows, rows
     if TIMED:
         parts += 2 * begin
-        asked_high, asked_low = _time_of(parts, rows, COMPILED)
+        asked_high, asked_low = _time_of(parts, start, inside, COMPILED)
     seen = parts + row
     total = tl.zeros([M, PADDED], tl.float32)
     total = _query_blocks(
-        total, query, gradient, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+        total, query, gradient, asked_high, asked_low, start, inside, k, v, seen, by_distance, by_time,
         k_stride, v_stride, length, 0, start,
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, False, FAST, COMPILED, PRECISION,
     )
     total = _query_blocks(
-        total, query, gradient, asked_high, asked_low, rows, k, v, seen, by_distance, by_time,
+        total, query, gradient, asked_high, asked_low, start, inside, k, v, seen, by_distance, by_time,
         k_stride, v_stride, length, start, tl.minimum(start + M, length),
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, N, FAR, TIMED, True, FAST, COMPILED, PRECISION,
     )
     _store(
-        q_gradient + begin * q_gradient_stride + head * WIDTH, total * scale, rows, columns,
+        q_gradient + begin * q_gradient_stride + head * WIDTH, total * (0.5 * scale), rows, columns,
         q_gradient_stride, length, WIDTH,
     )
 
 
 @triton.jit
 def _key_blocks(
-    of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, asked,
+    of_key, of_content, key, content, seen_high, seen_low, below, inside, q, out_gradient, asked,
     by_distance, by_time, q_stride, out_stride, length, first, last,
     WIDTH: tl.constexpr, CONTENT: tl.constexpr, PADDED: tl.constexpr, CONTENT_PADDED: tl.constexpr,
     M: tl.constexpr, FAR: tl.constexpr, TIMED: tl.constexpr, DIAGONAL: tl.constexpr, FAST: tl.constexpr,
@@ -343,24 +372,24 @@ def _key_blocks(
             out_gradient, rows, tl.arange(0, CONTENT_PADDED), out_stride, length, CONTENT, CONTENT_PADDED,
             False
         )
-        apart = rows[None, :] - keys[:, None]
         asked_high, asked_low = rows, rows
         if TIMED:
-            asked_high, asked_low = _time_of(asked, rows, COMPILED)
+            asked_high, asked_low = _time_of(asked, start, tl.arange(0, M), COMPILED)
         bias = _bias_of(
-            apart, asked_high[None, :], asked_low[None, :], seen_high[:, None], seen_low[:, None],
+            start - below, -inside[:, None], tl.arange(0, M)[None, :],
+            asked_high[None, :], asked_low[None, :], seen_high[:, None], seen_low[:, None],
             by_distance, by_time, FAR, TIMED, COMPILED,
         )
-        scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) + bias
-        share = _sigmoid(scores, FAST)
-        weights = scores * share
-        of_scores = share + weights * (1.0 - share)
+        half = 0.5 * tl.dot(key, tl.trans(query), input_precision=PRECISION) + bias
+        gate = _gate(half, FAST)
+        weights = _silu(half, gate, FAST)
         if DIAGONAL:
-            weights = tl.where(apart >= 0, weights, 0.0)
+            weights = tl.where(rows[None, :] >= (below + inside)[:, None], weights, 0.0)
         of_content = tl.dot(weights.to(gradient.dtype), gradient, of_content, input_precision=PRECISION)
-        of_scores *= tl.dot(content, tl.trans(gradient), input_precision=PRECISION)
+        of_weights = tl.dot(content, tl.trans(gradient), input_precision=PRECISION)
+        of_scores = _times_slope(of_weights, half, gate, FAST)
         if DIAGONAL:
-            of_scores = tl.where(apart >= 0, of_scores, 0.0)
+            of_scores = tl.where(rows[None, :] >= (below + inside)[:, None], of_scores, 0.0)
         of_key = tl.dot(of_scores.to(query.dtype), query, of_key, input_precision=PRECISION)
     return of_key, of_content
 
@@ -383,7 +412,8 @@ def _key_gradient(
     if start < 0:
         return
     head = pair % heads
-    keys = start + tl.arange(0, N)
+    inside = tl.arange(0, N)
+    keys = start + inside
     columns, content_columns = tl.arange(0, PADDED), tl.arange(0, CONTENT_PADDED)
     key = _load(k + begin * k_stride + head * WIDTH, keys, columns, k_stride, length, WIDTH, PADDED, False)
     content = _load(
@@ -395,22 +425,22 @@ def _key_gradient(
     seen_high, seen_low = keys, keys
     if TIMED:
         parts += 2 * begin
-        seen_high, seen_low = _time_of(parts + row, keys, COMPILED)
+        seen_high, seen_low = _time_of(parts + row, start, inside, COMPILED)
     of_key = tl.zeros([N, PADDED], tl.float32)
     of_content = tl.zeros([N, CONTENT_PADDED], tl.float32)
     # N is a multiple of M: blocks of queries begin where the block of keys does.
     of_key, of_content = _key_blocks(
-        of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, parts,
+        of_key, of_content, key, content, seen_high, seen_low, start, inside, q, out_gradient, parts,
         by_distance, by_time, q_stride, out_stride, length, start, tl.minimum(start + N, length),
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, M, FAR, TIMED, True, FAST, COMPILED, PRECISION,
     )
     of_key, of_content = _key_blocks(
-        of_key, of_content, key, content, seen_high, seen_low, keys, q, out_gradient, parts,
+        of_key, of_content, key, content, seen_high, seen_low, start, inside, q, out_gradient, parts,
         by_distance, by_time, q_stride, out_stride, length, start + N, length,
         WIDTH, CONTENT, PADDED, CONTENT_PADDED, M, FAR, TIMED, False, FAST, COMPILED, PRECISION,
     )
     _store(
-        k_gradient + begin * k_gradient_stride + head * WIDTH, of_key * scale, keys, columns,
+        k_gradient + begin * k_gradient_stride + head * WIDTH, of_key * (0.5 * scale), keys, columns,
         k_gradient_stride, length, WIDTH,
     )
     _store(
@@ -442,7 +472,6 @@ def _bias_gradient(
     bins = tl.arange(0, BUCKETS_PADDED)
     # The last query of a block on the first diagonal sees the last key.
     behind = (diagonal + 1) * N - M
-    apart = behind + inside[:, None] - across[None, :]
     total = tl.zeros([M, N], tl.float32)
     by_bucket = tl.zeros([BUCKETS_PADDED], tl.float32)
     for sequence in range(share // stripes, sequences, tl.cdiv(shares, stripes)):
@@ -453,10 +482,11 @@ def _bias_gradient(
             keys = start - behind + across
             asked_high, asked_low, seen_high, seen_low = rows, rows, keys, keys
             if TIMED:
-                asked_high, asked_low = _time_of(parts + 2 * begin, rows, COMPILED)
-                seen_high, seen_low = _time_of(parts + row + 2 * begin, tl.maximum(keys, 0), COMPILED)
+                asked_high, asked_low = _time_of(parts + 2 * begin, start, inside, COMPILED)
+                seen_high, seen_low = _time_of(parts + row + 2 * begin, start - behind, across, COMPILED)
             bias = _bias_of(
-                apart, asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
+                behind, inside[:, None], -across[None, :],
+                asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :],
                 by_distance, by_time, FAR, TIMED, COMPILED,
             )
             of_scores = tl.zeros([M, N], tl.float32)
@@ -468,7 +498,7 @@ def _bias_gradient(
                 key = _load_from_first(
                     k + begin * k_stride + head * WIDTH, keys, columns, k_stride, length, WIDTH
                 )
-                scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) + bias
+                half = 0.5 * tl.dot(query, tl.trans(key), input_precision=PRECISION) + bias
                 gradient = _load(
                     out_gradient + begin * out_stride + head * CONTENT, rows, content_columns, out_stride,
                     length, CONTENT, CONTENT_PADDED, False,
@@ -477,18 +507,23 @@ def _bias_gradient(
                     v + begin * v_stride + head * CONTENT, keys, content_columns, v_stride, length, CONTENT
                 )
                 of_weights = tl.dot(gradient, tl.trans(content), input_precision=PRECISION)
-                kept = _sigmoid(scores, FAST)
-                of_scores += of_weights * (kept + scores * kept * (1.0 - kept))
+                of_scores += _times_slope(of_weights, half, _gate(half, FAST), FAST)
             # Zero outside the sequence: there the gradient of the result is, or the content.
-            of_scores = tl.where(apart >= 0, of_scores, 0.0)
+            of_scores = tl.where(behind + inside[:, None] >= across[None, :], of_scores, 0.0)
             total += of_scores
             if TIMED:
-                bits = _gap_bits(
-                    asked_high[:, None], asked_low[:, None], seen_high[None, :], seen_low[None, :]
-                )
-                buckets = _looked_up(buckets_of - _FIRST_BITS, bits, COMPILED)
-                first = tl.min(tl.min(buckets, 1), 0).to(tl.int32)
-                last = tl.max(tl.max(buckets, 1), 0).to(tl.int32)
+                gaps = (asked_high[:, None] - seen_high[None, :]) + (asked_low[:, None] - seen_low[None, :])
+                buckets = _of_gaps(buckets_of, gaps, COMPILED)
+                # The smallest and the largest gap, rounded as any. Float64 has all times, and few of them.
+                asked_at, seen_at = _whole(asked_high, asked_low), _whole(seen_high, seen_low)
+                behind_all, before_all = float("inf"), float("-inf")
+                asking, seeable = rows < length, (keys >= 0) & (keys < length)
+                least = tl.min(tl.where(asking, asked_at, behind_all), 0)
+                least -= tl.max(tl.where(seeable, seen_at, before_all), 0)
+                most = tl.max(tl.where(asking, asked_at, before_all), 0)
+                most -= tl.min(tl.where(seeable, seen_at, behind_all), 0)
+                first = _of_gaps(buckets_of, least.to(tl.float32), False).to(tl.int32)
+                last = _of_gaps(buckets_of, most.to(tl.float32), False).to(tl.int32)
                 for bucket in range(first, last + 1):
                     found = tl.sum(tl.sum(tl.where(buckets == bucket, of_scores, 0.0), 1), 0)
                     by_bucket += tl.where(bins == bucket, found, 0.0)
@@ -673,7 +708,7 @@ class Blocks:
 
 _SIXTEEN_BITS = {
     "forward": {64: Blocks(128, 32, 4, 3), 128: Blocks(128, 32, 4, 3), 256: Blocks(64, 32, 4, 2)},
-    "query": {64: Blocks(64, 32, 4, 3), 128: Blocks(64, 32, 4, 3), 256: Blocks(64, 32, 4, 2)},
+    "query": {64: Blocks(64, 32, 4, 3), 128: Blocks(64, 64, 4, 2), 256: Blocks(64, 32, 4, 2)},
     "key": {64: Blocks(32, 64, 4, 3), 128: Blocks(32, 64, 4, 3), 256: Blocks(32, 64, 8, 2)},
     "bias": {64: Blocks(64, 64, 8, 3), 128: Blocks(64, 64, 8, 3), 256: Blocks(64, 64, 8, 1)},
 }
@@ -714,7 +749,7 @@ class _Bias:
     """What kernels read to find the bias of a pair; absent tensors are never read."""
 
     tensors: tuple[Tensor | int, ...]
-    """Row splits, the biases by distance and by the upper bits of gaps, and `parts` and `row` as of
+    """Row splits, half of the biases by distance and by the upper bits of gaps, and `parts` and `row` as of
     `_split_times`."""
     table: Tensor
     """As `JaggedSteps.buckets`."""
@@ -730,13 +765,13 @@ class _Bias:
         row = buckets = 0
         if by_distance is not None:
             around = (_LARGEST_BLOCK, 2 * _LARGEST_BLOCK)
-            far = torch.nn.functional.pad(by_distance.float(), around)[_LARGEST_BLOCK:]
+            far = torch.nn.functional.pad(by_distance.float() * 0.5, around)[_LARGEST_BLOCK:]
         if by_time is not None:
             assert steps.buckets is not None
             assert steps.times is not None
             assert steps.asked is not None
             table, buckets = steps.buckets, by_time.shape[0]
-            timed = by_time.float().index_select(0, table)
+            timed = (by_time.float() * 0.5).index_select(0, table)
             # Zeros behind a sequence: a block that reaches there reads numbers.
             row = (2 * (steps.times.shape[0] + _LARGEST_BLOCK) + 15) // 16 * 16
             parts = timed.new_zeros(2 * row)
@@ -801,7 +836,7 @@ class JaggedSilu(torch.autograd.Function):
         if ctx.needs_input_grad[3] or ctx.needs_input_grad[4]:
             found = _bias_gradients(launch, inputs, bias)
             of_distance, of_time = (
-                None if dtype is None else (one * scale).to(dtype)
+                None if dtype is None else (one * (0.5 * scale)).to(dtype)
                 for one, dtype in zip(found, ctx.dtypes, strict=True)
             )
         return of_query, of_key, of_content, of_distance, of_time, None
@@ -902,14 +937,15 @@ class _Launch:
 
 
 def _bias_gradients(launch: _Launch, inputs: tuple[Tensor, ...], bias: _Bias) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `by_distance` and `by_time`, before they are divided by `max_length`."""
+    """Return twice the gradients of `by_distance` and `by_time`, before they are divided by `max_length`."""
     blocks = launch.blocks("bias")
     rows, keys = blocks.queries, blocks.keys
     diagonals = triton.cdiv(triton.cdiv(launch.max_length, rows) * rows, keys)
-    # Enough programs for a large GPU, whichever one this is: results are then the same on all. If there are
-    # few sequences, several programs take turns in the blocks of each.
-    wanted = triton.cdiv(1024, max(1, diagonals))
-    stripes = max(1, min(triton.cdiv(wanted, max(1, launch.sequences)), diagonals * keys // rows))
+    # Enough programs for a large GPU, whichever one this is: results are then the same on all. Several take
+    # turns in the blocks of a diagonal: sequences may be few, and one may have most of the blocks.
+    wanted, positions = triton.cdiv(1024, max(1, diagonals)), triton.cdiv(launch.max_length, rows)
+    stripes = max(triton.cdiv(wanted, max(1, launch.sequences)), min(8, wanted, positions // 4))
+    stripes = max(1, min(stripes, positions))
     shares = stripes * max(1, min(launch.sequences, triton.cdiv(wanted, stripes)))
     padded = _padded(max(1, bias.buckets))
     tiles = inputs[0].new_empty((diagonals, shares, rows, keys), dtype=torch.float32)
