@@ -24,6 +24,7 @@ from faults.fleet_processes import (
 )
 from faults.network import why_no_network
 from runtime.fleets import Tallied, read_model
+from runtime.test_tiered_tables import ManyClicks
 
 from monolith.cluster import fetch_ps_cluster
 from monolith.cluster.status import StatusBoard
@@ -31,6 +32,7 @@ from monolith.cluster.status import StatusBoard
 BLOWS = 20
 """Of each fleet; eight fleets are hit."""
 KEEP_GOING = ("--failover.recovery", "keep_going")
+COLD = ("--train.tables.storage", "tiered", "--train.tables.memory-bytes", "4MiB")
 
 
 @pytest.mark.soak
@@ -113,6 +115,48 @@ def test_two_standbys_outlive_two_losses_before_another_copy_is_made(tmp_path: P
         fleet.finish()
         assert fleet.output.count(TAKEN_OVER) == 2
         assert check_lost_no_more_than_said(fleet) == 2
+
+
+class TieredFleet(LaunchedFleet):
+    """A worker and two servers, most of whose rows are in files."""
+
+    SHAPE = ("--num-ps", "2", "--num-workers", "1", "--deterministic")
+    members = MEMBERS[:3]
+
+    def __init__(self, folder: Path, batches: int) -> None:
+        super().__init__(folder, batches, *COLD)
+
+    @property
+    def task(self) -> list[str]:
+        return ["runtime.test_tiered_tables:ManyClicks"]
+
+    def cold_folders(self) -> set[Path]:
+        return set((self.model_dir / "cold").glob("*.cold"))
+
+    def cold_files(self) -> set[Path]:
+        return set((self.model_dir / "cold").glob("*.cold/*.cold"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("place", [("ps", 1), ("worker", 0)])
+def test_a_killed_fleet_with_cold_rows_ends_as_if_it_had_not_been_and_leaves_no_file(
+    tmp_path: Path, place: Place
+) -> None:
+    task = ManyClicks(batches=80)
+    with TieredFleet(tmp_path, task.batches) as fleet:
+        fleet.wait_for_another_checkpoint()
+        fleet.wait_for(fleet.cold_files, "cold rows")
+        before = fleet.cold_folders()
+        fleet.hit(place)
+        fleet.finish()
+        assert "was killed by SIGKILL; restarting it (1 of 6)" in fleet.output
+        assert before
+        assert fleet.cold_folders() == set()
+    (tmp_path / "whole").mkdir()
+    with TieredFleet(tmp_path / "whole", task.batches) as unharmed:
+        unharmed.finish()
+    whole, resumed = (read_model(task, one.model_dir) for one in (unharmed, fleet))
+    assert (resumed.step, resumed.rows) == (whole.step, whole.rows)
 
 
 TAKEN_OVER = "its share taken over by its standby at"

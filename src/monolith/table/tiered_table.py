@@ -196,7 +196,7 @@ class TieredTable:
         """Read the cold rows of a batch that will be looked up soon, so that the lookup need not wait.
 
         It changes no row and no count of uses: what is looked up later is what it is then. Rows are kept as
-        long as after a lookup. Any thread may call it, beside writers.
+        long as after a lookup. Any thread may call it, while others write.
         """
         core = self.core
         keys = arguments.id_array(ids)
