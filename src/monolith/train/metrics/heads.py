@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -69,7 +68,7 @@ class HeadMetrics:
         self._oldest = self._newest = 0  # event times of these
         self._kept_like: object = None
         self._thread = concurrency.ThreadPoolExecutor(1, "metrics") if threaded else None
-        self._taking: Future[None] | None = None
+        self._taking: concurrency.Future[None] | None = None
         """While it is not done the thread has `_set`, and this one must not touch it; see `_taken_in`."""
         self._taken_until = 0  # the newest event time that was left to the thread
         self.left_out = 0
@@ -157,7 +156,7 @@ class HeadMetrics:
         self._forget()
 
     def close(self) -> None:
-        """End the thread, if there is one; what was kept is not taken in."""
+        """End the thread, if there is one. Batches that are kept are not taken in."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
 
