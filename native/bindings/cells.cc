@@ -212,8 +212,10 @@ void bind_cells(nb::module_& m) {
                    "RowNumbers]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, "
                    "NDArray[numpy.float32], list[int]]"),
            "(ids, splits, numbers, missing) of rows of blocks, given the column of each feature, and those "
-           "of numbers, which have one per row: NaN where a row has none. Splits are True if every cell has one "
-           "id, None if an id cannot be read; `missing` is how many rows have no number, -1 if some cannot be read.");
+           "of numbers, which have one per row: NaN where a row has none. Splits are True if every cell has "
+           "one "
+           "id, None if an id cannot be read; `missing` is how many rows have no number, -1 if some cannot "
+           "be read.");
   nb::enum_<RowNumbers>(m, "RowNumbers", "Which numbers a row may have, other than none.")
       .value("ANY", RowNumbers::kAny)
       .value("CLASSES", RowNumbers::kClasses);
