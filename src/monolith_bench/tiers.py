@@ -57,6 +57,9 @@ HIDDEN = (256, 128)
 """Widths of its layers."""
 LEAST_MEMORY = 4 << 20
 """The smallest memory of a tiered table."""
+TIMES_MEMORY = 4
+"""All batches together draw so many times the rows for which there is memory, or what is asked for again
+would have stayed there since the last time."""
 COUNTED_STEPS = 20
 """Steps of which the bytes are counted, after all timing."""
 INSERTED = 4_000_000
@@ -80,11 +83,12 @@ class TiersPlan:
     dim: int
     batch: int
     batches: int
-    """Batches prepared per distribution. Together they have many times the rows that are hot."""
+    """Batches prepared per distribution, at least."""
     ids: tuple[str, ...]
     timing: Timing
     warm_up: float
-    """Seconds for which a tiered table trains before it is timed, so that frequent rows are hot."""
+    """Seconds for which a tiered table trains before it is timed, at least, so that frequent rows are hot; it
+    trains on all batches once."""
     seed: int
 
     @classmethod
@@ -210,11 +214,18 @@ def measure_ids(
     rocks: RocksRows | None,
 ) -> None:
     """Race both tables, raw reads and RocksDB with ids of one distribution."""
+    drawn = TIMES_MEMORY * (tiered.config.memory_bytes or 0) // plan.row_bytes
+    plan = replace(plan, batches=max(plan.batches, drawn // plan.batch))
     requests = distinct_batches(name, plan, plan.rows)
     wanted = len(requests.ids[0])
     gradients = make_gradients(wanted, plan.dim, plan.seed)
     racing: dict[str, Contender] = {}
-    in_tiers = training_contenders(tiered, requests, gradients)
+    # In turn over all batches: none may come to rows that another has just made hot.
+    turns = itertools.cycle(range(len(requests)))
+    in_tiers = {
+        work: replace(one, batches=turns)
+        for work, one in training_contenders(tiered, requests, gradients).items()
+    }
     fewer = requests if plan.memory_rows == plan.rows else distinct_batches(name, plan, plan.memory_rows)
     in_memory = training_contenders(memory, fewer, make_gradients(len(fewer.ids[0]), plan.dim, plan.seed))
     for work in WORKS:
@@ -226,7 +237,9 @@ def measure_ids(
     report.say(f"{name} ids, {wanted:,} distinct ones in a batch: warming up")
     step = in_tiers["lookup and update"]
     began = time.perf_counter()
-    while time.perf_counter() - began < plan.warm_up:
+    for number in itertools.count():
+        if number >= len(requests) and time.perf_counter() - began >= plan.warm_up:
+            break
         step.run(next(step.batches))
     report.say(f"{name} ids: lookup, lookup and update")
     rates = race(racing, **plan.timing)
@@ -291,8 +304,9 @@ class LooksAhead:
 
     def rows(self, batch: int) -> Tensor:
         """Return the rows of a batch, and begin to look up the next."""
-        expected, found = self._next or (batch, self._look_up(batch))
-        assert expected == batch, "batches come in turn"
+        if self._next is None or self._next[0] != batch:  # the first of a window
+            self._next = batch, self._look_up(batch)
+        found = self._next[1]
         following = (batch + 1) % len(self._requests)
         rows = found.result()
         self._next = following, self._look_up(following)
