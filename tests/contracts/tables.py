@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -154,13 +154,15 @@ def crowded_table_classes() -> list[Any]:
 
 
 def _crowded(name: str) -> Any:
-    kind = type(device_named(name))
+    device: Any = device_named(name)
 
-    class CrowdedDevice(kind):  # type: ignore[misc, valid-type]
+    class CrowdedDevice(type(device)):  # type: ignore[misc]
         free_bytes = 0
 
+    crowded = CrowdedDevice(**{one.name: getattr(device, one.name) for one in fields(device)})
+
     def make(self: Any, config: TableConfig, **others: Any) -> None:
-        CudaTable.__init__(self, config, **{"device": CrowdedDevice(), **others})
+        CudaTable.__init__(self, config, **{"device": crowded, **others})
 
     return type(f"Crowded{name.capitalize()}Table", (CudaTable,), {"__init__": make})
 

@@ -263,6 +263,28 @@ def test_a_model_that_reads_lengths_by_itself_is_not_captured(device: Device) ->
         trained.graph.train(trained.graph.send(next(ragged_batches(1))))
 
 
+def test_a_capture_that_fails_takes_nothing_back(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it has run, so weights are those that the steps before it have made."""
+    trained = Trained(device, graphed=True, optimizer="sgd").train(batches(2, most=8))
+    graph = trained.graph
+    assert graph is not None
+    assert graph.captures == 0
+
+    def fails(_: object) -> None:
+        raise AcceleratorError("no memory for it")
+
+    monkeypatch.setattr(graph, "_capture", fails)
+    before = {name: one.clone() for name, one in trained.model.state_dict().items()}
+    with pytest.raises(AcceleratorError, match="no memory for it"):
+        graph.train(graph.send(next(batches(1, most=8))))
+    for name, one in trained.model.state_dict().items():
+        assert torch.equal(one, before[name])
+    trained.train(batches(6, most=8))  # by single launches
+    plain = Trained(device, graphed=False, optimizer="sgd").train(batches(2, most=8))
+    plain.train(batches(6, most=8))
+    assert_same(plain, trained)
+
+
 def test_a_table_that_grows_is_captured_anew(device: Device) -> None:
     """Tables begin with 256 places, and get several thousand rows."""
     eager = Trained(device, graphed=False).train(batches(16, size=256, most=300))

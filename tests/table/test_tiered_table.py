@@ -36,6 +36,7 @@ from monolith.table import (
     dump,
     iterate,
     load,
+    tiered_table,
 )
 
 SEGMENTS = (Segment(dim=16, optimizer=Adagrad(), learning_rate=0.1),)
@@ -364,6 +365,34 @@ def test_a_disk_that_takes_no_rows_pauses_writers_and_loses_none(
     assert "resumes: its cold rows are written again" in caplog.text
     assert len(table) == 25_000
     assert bool(table.contains(torch.arange(25_000)).all())
+
+
+def test_a_folder_that_is_being_made_is_not_taken_for_that_of_a_killed_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers may start at once; each removes what has no owner."""
+    lock = tiered_table._locked
+
+    def after_another_has_looked(folder: Path) -> Any:
+        (folder / "lock").touch()
+        with monkeypatch.context() as patched:
+            patched.setattr(tiered_table, "_locked", lock)
+            tiered_table._remove_ownerless(folder.parent)
+        return lock(folder)
+
+    monkeypatch.setattr(tiered_table, "_locked", after_another_has_looked)
+    own = tiered_table._OwnFolder(
+        TableConfig(
+            name="item",
+            segments=(Segment(dim=1),),
+            storage="tiered",
+            memory_bytes=1 << 22,
+            storage_dir=str(tmp_path),
+        )
+    )
+    assert [one.name for one in own.path.iterdir()] == ["lock"]
+    own.remove()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_block_is_refused_by_file_and_offset(table: TieredTable) -> None:

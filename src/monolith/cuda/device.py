@@ -254,18 +254,22 @@ class CudaDevice:
         # Relaxed: other threads of this process continue to allocate memory and to query events, and
         # so does the caching allocator of this one. What cannot be captured, such as reading a number from
         # the device, fails in every mode.
-        graph.capture_begin(pool=_graph_pool(self.torch_device)[0], capture_error_mode="relaxed")
+        pool = _graph_pool(self.torch_device, _failed_captures.count(self.torch_device))[0]
+        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:
             work()
         except BaseException as cause:
-            with suppress(RuntimeError):  # the capture is invalid already, and that is what it says
+            try:
                 graph.capture_end()
+            except RuntimeError:  # the capture is invalid already, and that is what it says
+                _leave_pool(self.torch_device, pool)
             if isinstance(cause, RuntimeError):  # torch's errors, of which CUDA's are a kind
                 raise AcceleratorError(f"cannot be captured: {cause}") from cause
             raise
         try:
             graph.capture_end()
         except RuntimeError as cause:
+            _leave_pool(self.torch_device, pool)
             raise AcceleratorError(f"cannot be captured: {cause}") from cause
         return graph
 
@@ -302,12 +306,29 @@ def _streams_of(device: torch.device) -> dict[int, CudaStream]:  # noqa: ARG001
     return {}
 
 
+def _leave_pool(device: torch.device, pool: Any) -> None:
+    """Have torch's allocator leave the memory of a capture whose end failed; later captures get other memory.
+
+    Otherwise torch goes on as if it were capturing: it takes no memory back that another stream has used, and
+    refuses the next capture of the process ("already recording to mempool_id").
+    """
+    with suppress(RuntimeError):  # it was left already
+        _c._cuda_endAllocateToPool(device.index, pool)
+    _failed_captures.append(device)
+
+
+_failed_captures: list[torch.device] = []
+
+
 @functools.cache
-def _graph_pool(device: torch.device) -> tuple[Any, Any]:
+def _graph_pool(device: torch.device, number: int) -> tuple[Any, Any]:  # noqa: ARG001
     """Return the memory that all graphs of a device share: no two of them run at the same time.
 
     torch drops such memory with the last graph in it, and refuses to capture into it again. So a graph of one
     launch stays there.
+
+    Args:
+        number: How many captures on the device have failed before; see `_leave_pool`.
     """
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         pool, stays = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()

@@ -442,18 +442,20 @@ class StepGraph:
         for rows, store in zip(shape.rows, self._stores, strict=True):
             rows.ready(store.rates(step))
         self._look_at_optimizer()
+        captures = shape.seen >= _SEEN_FIRST and all(rows.capturable for rows in shape.rows)
         try:
-            if shape.seen < _SEEN_FIRST or not all(rows.capturable for rows in shape.rows):
+            if not captures:
                 shape.seen += 1
                 self._work(shape)
                 return
             self._capture(shape)
         except Exception as cause:
             # Of the model, in its forward or backward pass: nothing was updated yet, but buffers may be.
+            # Nothing of a capture has run, and the saved weights are then those before the last step.
             self.trouble = f"{type(cause).__name__}: {cause}"
             self._forget()
-            self.verdict.found.fill_(1)
-            if self._kept is not None:
+            if not captures and self._kept is not None:
+                self.verdict.found.fill_(1)
                 self._kept[1].put_back()
             raise AcceleratorError(f"the step cannot be captured: {self.trouble}") from cause
         if not self._replayed(shape, step):

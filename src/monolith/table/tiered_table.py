@@ -580,16 +580,17 @@ class _OwnFolder:
                 parent = Path(config.storage_dir)
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_ownerless(parent)
-            self.path = Path(tempfile.mkdtemp(prefix=f"{stem}-", suffix=".cold", dir=parent))  # as 0700
-            self._lock = _locked(self.path)
+            # It gets its name once it is locked. Otherwise a table that is made at the same time could take
+            # it for one without an owner, and remove it.
+            making = Path(tempfile.mkdtemp(prefix=f"{stem}-", suffix=".new", dir=parent))  # as 0700
+            self._lock = _locked(making)
+            self.path = making.rename(making.with_suffix(".cold"))
         except OSError as cause:
             raise FilesystemError(
                 cause.errno,
                 f"table {config.name!r}: cannot keep cold rows in {cause.filename or config.storage_dir}: "
                 f"{cause.strerror}; set storage_dir to a folder on a local disk that can be written",
             ) from cause
-        if self._lock is None:
-            raise FilesystemError(f"table {config.name!r}: {self.path} was taken by another process")
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -618,8 +619,7 @@ def _locked(folder: Path) -> IO[bytes] | None:
 def _remove_ownerless(parent: Path) -> None:
     """Remove the folders of processes that were killed."""
     for folder in parent.glob("*.cold"):
-        # A folder without a lock file is one that another process is making.
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # its owner, or another process, removes it now
             if not (folder / "lock").exists() or (lock := _locked(folder)) is None:
                 continue
             with lock:
