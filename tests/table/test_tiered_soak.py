@@ -15,7 +15,7 @@ from monolith.table import Expiry, Segment, TableConfig, TieredTable
 from monolith_bench.table import resident_bytes
 
 ROWS = int(os.environ.get("MONOLITH_SOAK_ROWS", "300000000"))
-"""Rows that are inserted in all. Each takes 1.9 us of processor time, so these take less than ten minutes on
+"""Rows that are inserted in all. Each takes 1.6 us of processor time, so these take less than ten minutes on
 two cores; 1000000000 are a billion."""
 BATCH = 250_000
 ALIVE = 20
