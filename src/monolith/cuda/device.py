@@ -309,7 +309,7 @@ def _streams_of(device: torch.device) -> dict[int, CudaStream]:  # noqa: ARG001
 def _leave_pool(device: torch.device, pool: Any) -> None:
     """Have torch's allocator leave the memory of a capture whose end failed; later captures get other memory.
 
-    Otherwise torch goes on as if it were capturing: it takes no memory back that another stream has used, and
+    Otherwise torch behaves as if it were capturing: it takes no memory back that another stream has used, and
     refuses the next capture of the process ("already recording to mempool_id").
     """
     with suppress(RuntimeError):  # it was left already

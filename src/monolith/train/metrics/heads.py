@@ -150,10 +150,10 @@ class HeadMetrics:
         return {"set": self._saved} if self._saved is not None else {}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        self._taken_in()
+        self._forget()
+        self._wait()
         self._saved = saved.get("set")
         self._set = None
-        self._forget()
 
     def close(self) -> None:
         """End the thread, if there is one. Batches that are kept are not taken in."""
