@@ -254,7 +254,7 @@ class CudaDevice:
         # Relaxed: other threads of this process continue to allocate memory and to query events, and
         # so does the caching allocator of this one. What cannot be captured, such as reading a number from
         # the device, fails in every mode.
-        pool = _graph_pool(self.torch_device, _failed_captures.count(self.torch_device))[0]
+        pool = _graph_pool(self.torch_device, len(_left_pools(self.torch_device)))[0]
         graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:
             work()
@@ -314,10 +314,13 @@ def _leave_pool(device: torch.device, pool: Any) -> None:
     """
     with suppress(RuntimeError):  # it was left already
         _c._cuda_endAllocateToPool(device.index, pool)
-    _failed_captures.append(device)
+    _left_pools(device).append(pool)
 
 
-_failed_captures: list[torch.device] = []
+@functools.cache
+def _left_pools(device: torch.device) -> list[Any]:  # noqa: ARG001
+    """Return the pools of captures on a device that failed."""
+    return []
 
 
 @functools.cache
