@@ -32,8 +32,8 @@ def test_rows_index_and_files_are_as_reckoned(rows: int, memory: int, dim: int, 
     table = filled(rows, memory, tmp_path, dim)
     stats = table.stats()
     sizes = tier_sizes(dim * 4, memory, rows)
-    # Reckoned with an index that has just grown. It may be fuller, or have lost rows since: next to short rows
-    # that is up to an eighth of the memory.
+    # Reckoned with an index that has just grown. It may be fuller, or have lost rows since: next to short
+    # rows that is up to an eighth of the memory.
     assert 0.85 * sizes.hot_rows < table.core.hot_rows_allowed < 1.25 * sizes.hot_rows
     assert table.core.stats().bytes_index == pytest.approx(sizes.index_bytes, rel=0.15)
     assert stats.cold_bytes / stats.cold_rows == pytest.approx(sizes.file_bytes, rel=0.05)
