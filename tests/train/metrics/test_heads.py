@@ -1,4 +1,4 @@
-"""The metrics of a run: batches are taken in several at once, in host memory, by a thread if steps are graphs."""
+"""The metrics of a run: batches are taken in several at once, by a thread if steps are graphs."""
 
 from __future__ import annotations
 
