@@ -124,6 +124,7 @@ void bind_admission(nb::module_& m) {
       .def_prop_ro("failures", &SlidingFilter::failures, "Sightings that found no cell.")
       .def_prop_ro("split_num", &SlidingFilter::splits, "Splits, and so files of a checkpoint.")
       .def_prop_ro("cells_per_split", &SlidingFilter::cells_per_split)
+      .def_prop_ro("capacity_per_split", &SlidingFilter::capacity_per_split)
       .def("meta", &SlidingFilter::meta, Unlocked())
       .def("split_meta", &SlidingFilter::split_meta, "split"_a, Unlocked())
       .def("read_cells", &read_cells, "split"_a, "offset"_a = 0, "count"_a.none() = nb::none(),

@@ -75,6 +75,7 @@ class SlidingFilter final : public Admission {
   SlidingFilterMeta meta() const;
   FilterSplitMeta split_meta(std::size_t split) const;
   std::size_t cells_per_split() const { return blocks_.front()->cells().size(); }
+  std::size_t capacity_per_split() const { return blocks_.front()->capacity(); }
   void read_cells(std::size_t split, std::size_t offset, std::span<Cell> out) const;
 
   // The filter at this moment, as another one; holds sightings off meanwhile.

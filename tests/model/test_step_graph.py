@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from monolith.model import DeepFM, EmbeddingOptimizer, PreparedBatch, UpdateConf
 from monolith.model.step_graph import GraphedStep, StepGraph
 from monolith.nn import GradClipType
 from monolith.store import LocalStore
-from monolith.table import SlotThresholds, TouchedKeySet
+from monolith.table import AdmissionConfig, SlotThresholds, TouchedKeySet
 from monolith.table.cuda import snapshots
 from monolith.tensors import RaggedTensor
 
@@ -75,14 +76,18 @@ def ragged_batches(
 class Net(nn.Module):
     """A DeepFM whose floats pass a batch norm, which has buffers."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, thresholds: Mapping[str, SlotThresholds] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.norm = nn.BatchNorm1d(2)
         self.deep = DeepFM(NAMES, dim=4, hidden=(8,), threads=1, floats={"age": 2})
         self.to(device.torch_device)
         self.embeddings = self.deep.embeddings
-        self.embeddings.bind(partial(LocalStore.from_configs, device=device))
+        self.embeddings.bind(
+            lambda configs, **how: LocalStore.from_configs(
+                configs, **{**how, "thresholds": thresholds, "device": device}
+            )
+        )
 
     def forward(self, rows: PreparedBatch, floats: Mapping[str, Tensor]) -> Tensor:
         found: Tensor = self.deep(rows, {"age": self.norm(floats["age"])})
@@ -101,9 +106,15 @@ class Trained:
     """A model, trained step by step, or by a graph from the second step on."""
 
     def __init__(
-        self, device: Device, *, graphed: bool, optimizer: str = "adam", config: UpdateConfig | None = None
+        self,
+        device: Device,
+        *,
+        graphed: bool,
+        optimizer: str = "adam",
+        config: UpdateConfig | None = None,
+        thresholds: Mapping[str, SlotThresholds] | None = None,
     ) -> None:
-        self.device, self.model = device, Net(device)
+        self.device, self.model = device, Net(device, thresholds)
         self.sparse = EmbeddingOptimizer([self.model.embeddings])
         self.dense = OPTIMIZERS[optimizer](self.model.parameters())
         self.config = UpdateConfig() if config is None else config
@@ -410,16 +421,58 @@ def test_a_model_that_reads_ids_by_itself_is_not_captured(device: Device) -> Non
         assert torch.equal(one, before[name])
 
 
-def test_a_table_with_a_filter_is_not_captured(device: Device) -> None:
-    model = DeepFM(NAMES, dim=4, hidden=(8,), threads=1).to(device.torch_device)
-    model.embeddings.bind(
-        lambda configs, **_: LocalStore.from_configs(
-            configs, thresholds={"item": SlotThresholds(default=3)}, threads=1, device=device
-        )
-    )
-    sparse = EmbeddingOptimizer([model.embeddings])
-    with pytest.raises(AcceleratorError, match="'item' counts in host memory how often an id was seen"):
-        StepGraph(model, [model.embeddings], sparse, None, lambda *_: (torch.zeros(()), {}))
+THRESHOLDS = {
+    "item": SlotThresholds(default=3, counting=AdmissionConfig(capacity=2000)),
+    "user": SlotThresholds(default=2, counting=AdmissionConfig("probabilistic_filter")),
+}
+
+
+def filters_of(trained: Trained, folder: Path) -> list[bytes]:
+    """Return the files of all filters."""
+    store = trained.model.embeddings.store
+    assert isinstance(store, LocalStore)
+    folder.mkdir()
+    for name, one in store.filters.items():
+        one.save(str(folder / name))
+    return [path.read_bytes() for path in sorted(folder.iterdir())]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_rows_wait_for_admission_as_in_steps_one_by_one(device: Device, tmp_path: Path, ragged: bool) -> None:
+    """Counts are the same after each part, and so are rows; batches that are refused count nothing."""
+    how: Any = {"optimizer": "momentum", "thresholds": THRESHOLDS}
+    eager, graphed = (Trained(device, graphed=one, **how) for one in (False, True))
+    assert graphed.graph is not None
+    make = ragged_batches if ragged else partial(batches, most=8)
+    given = list(make(30, bad=(0, 8, 9, 20)))
+    for part in range(0, 30, 6):
+        for one in (eager, graphed):
+            one.train(iter(given[part : part + 6]))
+        if part == 12:  # batches of another shape, which are captured late
+            for one in (eager, graphed):
+                one.train(batches(6, size=16, most=8))
+        counted = [filters_of(one, tmp_path / f"{part} {one is eager}") for one in (eager, graphed)]
+        assert counted[0] == counted[1]
+    assert graphed.graph.trouble is None
+    assert graphed.graph.replays >= 15
+    assert len([trouble for trouble, _ in graphed.said if trouble]) == 4
+    assert_same(eager, graphed, exact=None if not ragged else False)
+    for name in THRESHOLDS:
+        filtered = [one.model.embeddings.store.stats()[name].filtered for one in (eager, graphed)]
+        assert filtered[0] == filtered[1] > 20
+
+
+def test_a_replayed_step_with_a_filter_waits_for_nothing(device: Device) -> None:
+    trained = Trained(device, graphed=True, optimizer="sgd", thresholds=THRESHOLDS)
+    trained.train(batches(10, most=8))
+    assert trained.graph is not None
+    before = trained.graph.replays
+    for batch in batches(2, most=8):
+        sent = trained.graph.send(batch)
+        with nothing_waits(device):
+            trained.graph.train(sent)
+        trained.sparse.global_step += 1
+    assert trained.graph.replays == before + 2
 
 
 def test_two_runs_are_equal_to_the_bit(device: Device) -> None:

@@ -58,6 +58,7 @@ class Rows(Hook):
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
         self.kinds: set[type] = set()
+        self.filtered: dict[str, int] = {}
         self.far = 0
         """Rows of tables on a device that are in host memory."""
 
@@ -66,6 +67,7 @@ class Rows(Hook):
         store = module.embeddings.store
         self.found = rows_of(module)
         tables = [store.table(name) for name in store.tables]
+        self.filtered = {name: stats.filtered for name, stats in store.stats().items()}
         self.kinds = {type(table) for table in tables}
         self.far = sum(len(table.far) for table in tables if isinstance(table, SpillingTable))
 

@@ -173,11 +173,35 @@ def test_too_many_refused_batches_in_a_row_end_the_run(device: Device) -> None:
         run(device, Spoiled(bad=range(5, 12)), max_skipped_in_a_row=2)
 
 
-@pytest.mark.parametrize("bad", [(), (3, 7)])
-def test_a_run_that_is_saved_and_resumed_ends_like_one_that_is_not(
-    device: Device, tmp_path: Path, bad: Sequence[int]
+@pytest.mark.parametrize(
+    "task",
+    [
+        Spoiled(batches=20, threshold=2, bad=(6, 9, 10)),
+        Ragged(batches=24, threshold=3, bad=(0, 7, 8)),
+    ],
+)
+def test_a_run_whose_rows_wait_for_admission_is_replayed_too(
+    device: Device, task: Spoiled, caplog: pytest.LogCaptureFixture
 ) -> None:
-    task = Spoiled(bad=bad)
+    """A refused batch counts no sightings, and neither do the ids that pad a batch."""
+    caplog.set_level(logging.INFO, "monolith.runtime.step")
+    found = []
+    for graphs in (False, True):
+        rows = Rows()
+        report = run(device, task, rows, step_graphs=graphs)
+        found.append(rows)
+        assert report.skipped == len(task.bad)
+        assert ("replayed as CUDA graphs, one launch each: batches of 16" in caplog.text) == graphs
+    assert_same_rows(found[1].found, found[0].found)
+    assert found[1].filtered == found[0].filtered
+    assert sum(found[0].filtered.values()) > 100
+
+
+@pytest.mark.parametrize("bad, threshold", [((), 0), ((3, 7), 0), ((3, 7), 2)])
+def test_a_run_that_is_saved_and_resumed_ends_like_one_that_is_not(
+    device: Device, tmp_path: Path, bad: Sequence[int], threshold: int
+) -> None:
+    task = Spoiled(bad=bad, threshold=threshold)
     alone, resumed = Rows(), Rows()
     run(device, task, alone, model_dir=str(tmp_path / "alone"))
     batches = list(task.dataset(Mode.TRAIN))
@@ -190,7 +214,7 @@ def test_a_run_that_is_saved_and_resumed_ends_like_one_that_is_not(
 
     for steps in (4, None):
         how = {"model_dir": str(tmp_path / "resumed"), "save": SaveConfig(steps=2), "steps": steps}
-        run(device, Resumable(bad=bad), resumed, **how)
+        run(device, Resumable(bad=bad, threshold=threshold), resumed, **how)
     assert_same_rows(resumed.found, alone.found)
 
 
@@ -229,7 +253,7 @@ def test_a_schedule_of_rates_moves_with_the_steps(device: Device) -> None:
 
 
 def test_a_run_says_why_its_model_is_not_captured(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    run(device, Spoiled(threshold=2))
+    run(device, Spoiled(threshold=2), device_memory_bytes=3100)
     assert "not replayed as CUDA graphs: table" in caplog.text
     assert "counts in host memory how often an id was seen" in caplog.text
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from monolith import concurrency, filesystem, native
+from monolith import concurrency, filesystem
 from monolith.checkpoint.part import Changes, Entry, RestoreOptions, RestoreReport, SavedPart, aligned
 from monolith.checkpoint.saved_tables import (
     WHOLE,
@@ -350,7 +350,7 @@ class TablesPart:
         if source is not None:
             admission.restore(source)
         elif why and isinstance(admission, SlidingFilter):
-            _forget_counts(admission)
+            admission.forget()
         return {f"filter of {name}": why} if why else {}
 
 
@@ -643,25 +643,6 @@ def _filter_source(
         why = f"the counts of {shards} servers cannot be merged for {whom}"
         return None, f"starts counting from zero, because {why}"
     saved = filter_files.inspect(source)[0]
-    core = admission.core
-    if (saved.sliding["split_num"], saved.split["total_size"]) != (
-        core.split_num,
-        core.split_meta(0).total_size,
-    ):
+    if (saved.sliding["split_num"], saved.split["total_size"]) != (admission.split_num, admission.total_size):
         return None, "starts counting from zero, because it was saved with another capacity or split_num"
     return source, ""
-
-
-def _forget_counts(admission: SlidingFilter) -> None:
-    now = admission.core.meta()
-    admission.core.restore(
-        native.SlidingFilterMeta(
-            split_num=now.split_num,
-            max_forward_step=now.max_forward_step,
-            max_backward_step=now.max_backward_step,
-            max_step=now.max_step,
-            head=0,
-            head_increment=0,
-            failure_count=0,
-        )
-    )

@@ -183,7 +183,7 @@ class _Shape:
             {name: next(numbers).view(one.shape) for name, one in given.labels.items()},
         )
         self.rows = [
-            CapturedStep(tables, one.sizes.numpy(), graph.number, graph.verdict.found)
+            CapturedStep(tables, one.sizes.numpy(), graph.number, graph.verdict.found, one.occurring)
             for tables, one in zip(graph.tables, self.ids, strict=True)
         ]
         self.said: Tensor | None = None
@@ -314,11 +314,14 @@ class StepGraph:
 
     def look_up(self, sent: SentBatch) -> list[PreparedBatch]:
         """Return the rows of a batch, for a step that is not graphed."""
-        return [
-            PreparedBatch(one, keys, store.lookup(keys), sent.batch.ids.event_time)
-            for one, store in zip(sent.ids, self._stores, strict=True)
-            for keys in [TableIds(one.ids, one.sizes, distinct=False)]
-        ]
+        found = []
+        for collection, one, store in zip(self._collections, sent.ids, self._stores, strict=True):
+            if one.padded and store.counts_sightings:
+                found.append(collection.prepare(sent.batch))  # without padding, which would be counted
+                continue
+            keys = TableIds(one.ids, one.sizes, distinct=False)
+            found.append(PreparedBatch(one, keys, store.lookup(keys), sent.batch.ids.event_time))
+        return found
 
     def takes(self, sent: SentBatch) -> bool:
         """Whether `train` can train on a batch.

@@ -109,10 +109,11 @@ class LocalStore:
                 there are no `device_bytes`: all of its rows would be there.
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
+        filtered = any(threshold.largest for threshold in (thresholds or {}).values())
         shares = {} if device is None or device_bytes is None else device_budgets(configs, device_bytes)
         if device is not None:
             with suppress(AcceleratorError):  # which the first table raises, with its name
-                compile_tables_ahead(configs.values(), device_of(device), fused=True)
+                compile_tables_ahead(configs.values(), device_of(device), fused=True, filtered=filtered)
         tables: dict[str, Table] = {}
         filters: dict[str, AdmissionFilter] = {}
         reader = native.BlockReader()  # starts no thread before a tiered table reads
@@ -140,7 +141,6 @@ class LocalStore:
                 tables[name] = NativeTable(config, admission=admission, workers=team)
             else:
                 tables[name] = make_table(config, admission=admission)
-        filtered = any(threshold.largest for threshold in (thresholds or {}).values())
         return cls(tables, filters=filters, workers=team, counts_sightings=filtered)
 
     @property

@@ -6,13 +6,15 @@ T times and gets its row on the next sighting; threshold 0 admits an id at once 
 
 A table whose memory budget is used up refuses new ids, too; `Refusals` logs that.
 
-Counting is native; these classes check the arguments and pass arrays.
+Counting is native; these classes check the arguments and pass arrays. For a table on a GPU the counts
+are there (`cuda/filters.py`), and return to host memory to be looked at and saved.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -91,7 +93,47 @@ class AdmissionFilter(Protocol):
         """Take over what `save` wrote."""
 
 
-class SlidingFilter:
+class CountsElsewhere(Protocol):
+    """Where a filter counts at present, if that is not in its native part."""
+
+    def fetch(self) -> None:
+        """Bring the native part up to date."""
+
+    def send(self) -> None:
+        """Take over what the native part has counted."""
+
+
+class MovableFilter:
+    """A filter whose counts may be elsewhere; its own methods look there.
+
+    Attributes:
+        away: Where the counts are; None in host memory.
+        lent: Whether a native table may ask it, so that the counts have to stay.
+    """
+
+    thresholds: SlotThresholds
+    _core: native.Admission
+    away: CountsElsewhere | None = None
+    lent = False
+
+    def _lend(self) -> None:
+        if self.away is not None:
+            raise TableArgumentError(
+                "this admission filter counts for a table on a GPU; give each other table its own filter"
+            )
+        self.lent = True
+
+    @contextmanager
+    def _home(self, *, changes: bool = False) -> Iterator[None]:
+        """Have the native part up to date in a block, which may change it."""
+        if self.away is not None:
+            self.away.fetch()
+        yield
+        if self.away is not None and changes:
+            self.away.send()
+
+
+class SlidingFilter(MovableFilter):
     """Admits an id after enough sightings; the oldest sightings fade as new ids fill the filter.
 
     Sixteen bits an id: about one id in a hundred shares another's count, and is let in early.
@@ -121,7 +163,7 @@ class SlidingFilter:
                 f"got {capacity} and {split_num}"
             )
         try:
-            self._core = native.SlidingFilter(
+            self._core: native.SlidingFilter = native.SlidingFilter(
                 capacity,
                 split_num,
                 default_threshold=self.thresholds.default,
@@ -132,10 +174,17 @@ class SlidingFilter:
 
     @property
     def core(self) -> native.SlidingFilter:
+        """What a native table asks. The counts stay in host memory from then on.
+
+        Raises:
+            TableArgumentError: It counts for a table on a GPU.
+        """
+        self._lend()
         return self._core
 
     def refuse(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
-        return _refuse(self._core, ids, counts)
+        with self._home(changes=True):
+            return _refuse(self._core, ids, counts)
 
     def add(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
         """Record sightings whatever the thresholds; return the int64 counts before them, 15 if it is full.
@@ -144,45 +193,71 @@ class SlidingFilter:
         """
         keys = arguments.id_array(ids)
         sightings = [1] * len(keys) if counts is None else _counts(counts, len(keys)).tolist()
-        return torch.tensor(
-            [self._core.add(key, count) for key, count in zip(keys.tolist(), sightings, strict=True)],
-            dtype=torch.int64,
-        )
+        with self._home(changes=True):
+            before = [self._core.add(key, count) for key, count in zip(keys.tolist(), sightings, strict=True)]
+        return torch.tensor(before, dtype=torch.int64)
 
     def get(self, ids: Tensor) -> Tensor:
         """Return the int64 count of each id, from 0 to 15, and record nothing."""
-        counts = [self._core.get(key) for key in arguments.id_array(ids).tolist()]
+        with self._home():
+            counts = [self._core.get(key) for key in arguments.id_array(ids).tolist()]
         return torch.tensor(counts, dtype=torch.int64)
 
     def __len__(self) -> int:
         """Return the cells in use; an id whose count moved along uses two."""
-        return len(self._core)
+        with self._home():
+            return len(self._core)
 
     @property
     def failures(self) -> int:
         """Sightings that a full filter could not count, whose ids were admitted."""
-        return int(self._core.failures)
+        with self._home():
+            return int(self._core.failures)
 
     @property
     def split_num(self) -> int:
         return int(self._core.split_num)
 
+    @property
+    def total_size(self) -> int:
+        """Return the cells of a split, as a checkpoint says them."""
+        return int(self._core.split_meta(0).total_size)
+
     def copy(self) -> SlidingFilter:
         twin = object.__new__(SlidingFilter)
         twin.thresholds = self.thresholds
-        twin._core = self._core.copy()
+        with self._home():
+            twin._core = self._core.copy()
         return twin
 
     def save(self, basename: str) -> None:
         """Write one file per split; see `filter_files`."""
-        filter_files.save(self._core, basename)
+        with self._home():
+            filter_files.save(self._core, basename)
 
     def restore(self, basename: str) -> None:
         """Take over a saved filter of the same capacity and split_num; see `filter_files`."""
-        filter_files.restore(self._core, basename)
+        with self._home(changes=True):
+            filter_files.restore(self._core, basename)
+
+    def forget(self) -> None:
+        """Forget all sightings."""
+        with self._home(changes=True):
+            now = self._core.meta()
+            self._core.restore(
+                native.SlidingFilterMeta(
+                    split_num=now.split_num,
+                    max_forward_step=now.max_forward_step,
+                    max_backward_step=now.max_backward_step,
+                    max_step=now.max_step,
+                    head=0,
+                    head_increment=0,
+                    failure_count=0,
+                )
+            )
 
 
-class ProbabilisticFilter:
+class ProbabilisticFilter(MovableFilter):
     """Admits an id by chance, the likelier the more sightings a batch brings. Remembers no ids.
 
     Args:
@@ -194,8 +269,8 @@ class ProbabilisticFilter:
         self.thresholds = SlotThresholds() if thresholds is None else thresholds
         if not 0 <= seed < 1 << 64:
             raise ConfigError(f"probabilistic_filter: seed must be from 0 to 2^64 - 1, got {seed}")
-        self._equal, self._seed = equal, seed
-        self._core = native.ProbabilisticFilter(
+        self.equal, self.seed = equal, seed
+        self._core: native.ProbabilisticFilter = native.ProbabilisticFilter(
             equal_probability=equal,
             default_threshold=self.thresholds.default,
             thresholds=dict(self.thresholds.per_slot),
@@ -204,19 +279,23 @@ class ProbabilisticFilter:
 
     @property
     def core(self) -> native.ProbabilisticFilter:
+        """As `SlidingFilter.core`."""
+        self._lend()
         return self._core
 
     def refuse(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
-        return _refuse(self._core, ids, counts)
+        with self._home(changes=True):
+            return _refuse(self._core, ids, counts)
 
     def copy(self) -> ProbabilisticFilter:
-        twin = ProbabilisticFilter(self.thresholds, self._equal, self._seed)
-        twin._core.draws = self._core.draws
+        twin = ProbabilisticFilter(self.thresholds, self.equal, self.seed)
+        with self._home():
+            twin._core.draws = self._core.draws
         return twin
 
     def save(self, basename: str) -> None:
         """Write how often it has drawn, so that the same chances follow."""
-        with filesystem.atomic_write(basename + ".draws") as file:
+        with self._home(), filesystem.atomic_write(basename + ".draws") as file:
             file.write(b"%d\n" % self._core.draws)
 
     def restore(self, basename: str) -> None:
@@ -227,7 +306,8 @@ class ProbabilisticFilter:
         text = filesystem.read_bytes(path)
         if not text.endswith(b"\n") or not text[:-1].isdigit():
             raise CorruptFileError(path, 0, "it should hold one number")
-        self._core.draws = int(text)
+        with self._home(changes=True):
+            self._core.draws = int(text)
 
 
 class NoFilter:

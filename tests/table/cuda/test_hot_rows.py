@@ -54,7 +54,8 @@ class Pair:
         where = device.torch_device
         self._number = torch.zeros(1, dtype=torch.int64, device=where)
         refused = torch.zeros(5, dtype=torch.int64, device=where)
-        self._captured = CapturedStep(self.hot.near, self.sizes, self._number, refused)
+        occurring = torch.from_numpy(self.sizes).to(where)
+        self._captured = CapturedStep(self.hot.near, self.sizes, self._number, refused, occurring)
         self._sent: list[Tensor] = []
         self.step = 0
 

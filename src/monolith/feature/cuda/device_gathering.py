@@ -248,7 +248,8 @@ class DeviceGatherer:
         padding = zip((table_ends - (sizes - there)).tolist(), table_ends.tolist(), strict=True)
         weighs = bool(weighted.any())
         return _Placed(
-            about=about.view(np.uint8),
+            about=np.concatenate([about.view(np.uint8), there.view(np.uint8)]),
+            features=len(about),
             sizes=pinned,
             floats=int(sizes @ self.on_device.dims),
             runs=list(_runs(starts, about["first"], counts)),
@@ -307,7 +308,8 @@ class _Placed:
     """The places of the ids of a batch. Never changed."""
 
     about: NDArray[np.uint8]
-    """The description of each feature that kernels read, as bytes."""
+    """The description of each feature that kernels read, as bytes; then int64, the ids of each table."""
+    features: int
     sizes: Tensor
     """int64 of shape (tables,)."""
     floats: int
@@ -411,6 +413,8 @@ class DeviceBatch:
         """The same ids in host memory; None for a `twin`."""
         one, two, three, four = ends
         self.ids = buffer[one:two].view(torch.int64)
+        self.occurring = buffer[one - 8 * len(placed.sizes) : one].view(torch.int64)
+        """int64 of shape (tables,), on the device: the ids of each table without those that pad it."""
         self._ends = ends
         self._placed = placed
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -464,7 +468,8 @@ class DeviceBatch:
     def _kept(self, rows: Tensor, output: int) -> Tensor:
         """Return an output that keeps each ID of its feature: a part of the rows."""
         plan, on_device = self._gatherer.plan, self._gatherer.on_device
-        about = self._placed.about.view(FEATURE)[on_device.order.index(plan.each[output])]
+        features = self._placed.about[: self._placed.features * FEATURE.itemsize].view(FEATURE)
+        about = features[on_device.order.index(plan.each[output])]
         begin, count, dim = int(about["begin"]), int(about["count"]), int(about["dim"])
         kept = rows[begin : begin + count * dim].view(count, dim)
         if about["weighted"]:
@@ -485,6 +490,11 @@ class DeviceBatch:
     def ragged(self) -> bool:
         """Whether batches of this shape differ in the numbers of their ids."""
         return not self._placed.repeats
+
+    @property
+    def padded(self) -> bool:
+        """Whether some of its ids pad it: as updates they change nothing, but they are no sightings."""
+        return bool(self._placed.padding)
 
     def twin(self) -> DeviceBatch:
         """Return a batch of the same shape in memory of its own, not filled; see `refill`."""

@@ -20,7 +20,7 @@ from monolith.cuda.device import Device, device_of
 from monolith.cuda.transfers import Parts
 from monolith.errors import AcceleratorError, TableArgumentError, TableClosedError
 from monolith.table import arguments
-from monolith.table.admission import AdmissionFilter
+from monolith.table.admission import AdmissionFilter, MovableFilter
 from monolith.table.config import TableConfig
 from monolith.table.cuda.inputs import Inputs
 from monolith.table.cuda.layout import StepScalars, row_layout
@@ -28,6 +28,7 @@ from monolith.table.cuda.memory import (
     BEFORE,
     ELSEWHERE,
     EXTRA_PLACES,
+    FILTERED,
     INSERTED,
     NEWEST,
     NON_FINITE,
@@ -66,9 +67,10 @@ class CudaTable:
     shape (n, dim).
 
     Tensors on the CPU are answered on the CPU, tensors on the table's device on the device. With those,
-    `lookup` and `apply_gradients` do not wait for the device, unless the table has an admission filter, a
-    `touched` set or no room for as many new ids as the batch has. Event times on the device are not looked
-    at before they are written: an impossible one counts as 0 and a later call raises TableArgumentError.
+    `lookup` and `apply_gradients` do not wait for the device, unless the table has a `touched` set, no room
+    for as many new ids as the batch has, or an admission filter that others ask, too. Event times on the
+    device are not looked at before they are written: an impossible one counts as 0 and a later call raises
+    TableArgumentError.
 
     Results are those of `NativeTable` to the bit, except where a one_bit segment asks for a tanh. Of equal
     ids gradients are summed in the order of the batch.
@@ -80,7 +82,8 @@ class CudaTable:
     old and new together are not more. Memory that `evict` makes idle is returned to torch.
 
     Args:
-        admission: Asked about ids without a row before they are given one; None admits all.
+        admission: Asked about ids without a row before they are given one; None admits all. It counts on the
+            device from now on, if there is room; see `DeviceFilter`.
         touched: A set that gets the ids whose rows changed or were removed; see `touch`.
         device: A CUDA device of torch, or a `Device`; the current CUDA device by default.
         remembers_use: Whether to keep when each row was last written, for `idle`.
@@ -118,7 +121,8 @@ class CudaTable:
         self._config = config
         self._owner = owner
         self._device = owner.torch_device
-        self._admission = None if admission is None or admission.core is None else admission
+        movable = isinstance(admission, MovableFilter)  # whose `core` is for tables in host memory
+        self._admission = None if admission is None or (not movable and admission.core is None) else admission
         self._layout = row_layout(config)
         self._fixed_rates = arguments.fixed_rates(config.segments)
         # Reentrant: a replayed step holds the locks of all tables, and a device without graphs replays it by
@@ -453,7 +457,7 @@ class CudaTable:
                 bytes_index=memory.bytes_index,
                 load=seen.counters[USED] / (memory.places + EXTRA_PLACES),
                 inserted=seen.counters[INSERTED],
-                filtered=self._rows.filtered,
+                filtered=self._rows.filtered + seen.counters[FILTERED],
                 refused=self._rows.refused,
                 evicted=self._rows.evicted,
                 removed=self._rows.removed,

@@ -5,13 +5,14 @@ batch. So tables with rows of one layout are worked on together: a launch gets t
 ids (`cells.cuh`), and one sort brings the rows of all tables into the order in which they are trained. The
 number of launches does not depend on the number of tables, up to MAX_CELLS.
 
-    apply_gradients     claim_tables     find or create the place of each id; sort keys are (table, place)
+    apply_gradients     ask_filters      find ids that must wait for their row, if the step is captured
+                        claim_tables     find or create the place of each id; sort keys are (table, place)
                         sort             all keys, stable: one order for all tables
                         settle_tables    turn sorted keys back into places
                         train_tables     one launch per layout (two if a batch may have long runs)
 
-A table that needs more than that (a filter, a byte budget) is trained by itself. Trackers of rows are called
-table by table with every id of a batch, even if its gradient was not usable.
+A table that needs more than that (a byte budget; a filter, unless the step is captured) is trained by itself.
+Trackers of rows are called table by table with every id of a batch, even if its gradient was not usable.
 
 A step over batches of one shape can be captured and replayed (`CapturedStep`): its launches are the same for
 each of them, and what changes from step to step is read from device memory.
@@ -35,6 +36,8 @@ from monolith.cuda.device import Device, DeviceEvent, DeviceStream
 from monolith.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.errors import TableArgumentError
 from monolith.table.cuda.cuda_table import CudaTable
+from monolith.table.cuda.filters import THREADS as ASKING_THREADS
+from monolith.table.cuda.filters import filter_structs, memory_to_ask
 from monolith.table.cuda.inputs import Inputs
 from monolith.table.cuda.layout import fused_index_kernels
 from monolith.table.cuda.layout_groups import (
@@ -134,6 +137,8 @@ class LiveStep:
     """int64: if its first number is not 0, nothing of the batch is written."""
     rates: dict[tuple[int, int], Tensor]
     """By the numbers of a planned launch: its struct CellScalars, as bytes."""
+    occurring: Tensor
+    """int64 by table: its ids; what follows them pads the batch."""
 
 
 class _Live(ctypes.Structure):
@@ -174,6 +179,8 @@ class _Plan:
     spans: Spans
     wide: bool
     """Whether the numbers of all places need 64 bits."""
+    asks: list[PlannedLaunch]
+    """Of filters, a block for each."""
     claims: list[PlannedLaunch]
     steps: list[PlannedSteps]
 
@@ -236,6 +243,9 @@ class FusedTables:
             for numbers in by_source.values()
         ]
         self._index: Kernels = fused_index_kernels().on(device)
+        self._filters = [None if table is None else table._rows.filter for table in fused]
+        self._asking = [one for one in self._filters if one is not None]
+        self._filter_structs = filter_structs(self._filters, device)
         # All below is guarded by the locks of the tables.
         self._known: _Known | None = None
         self._lookups: tuple[bytes, list[tuple[LayoutGroup, PlannedLaunch]]] = b"", []
@@ -391,6 +401,13 @@ class FusedTables:
         # trained by itself, so that its positions keep their order.
         keys = np.where(alone, 1, known.places + EXTRA_PLACES + 1)
         ends = np.cumsum(keys)
+        filtered = np.array([one is not None for one in self._filters], np.bool_) & ~alone & (sizes > 0)
+        asking = spans.some(np.flatnonzero(filtered))
+        asks = []
+        for part in asking.parts(MAX_CELLS):
+            own = asking.some(part)
+            each = np.ones_like(own.sizes)
+            asks.append(PlannedLaunch(own.tables, own.cells(each, np.zeros_like(each)), len(part)))
         claims = []
         for part in cells_of.parts(MAX_CELLS):
             own = cells_of.some(part)
@@ -405,6 +422,7 @@ class FusedTables:
             known,
             spans,
             bool(ends[-1] > self._most_narrow),
+            asks,
             claims,
             [group.steps(spans.some(some), summed=batch.dedup) for group, some in groups if len(some)],
         )
@@ -442,7 +460,8 @@ class FusedTables:
         arrays, stream = work.known.arrays, work.stream.handle
         width = "_wide" if plan.wide else ""
         refused = None if batch.live is None else batch.live.refused
-        filled = batch.ids, seconds, second, order, made, times, found, refused
+        skip = self._ask_filters(work, batch, plan)
+        filled = batch.ids, seconds, second, order, made, times, found, refused, skip
         for one in plan.claims:
             self._index.launch(f"claim_tables{width}", one.blocks, arrays, one.cells, *filled, stream=stream)
         ordered, positions = torch.sort(order, stable=True)
@@ -452,6 +471,22 @@ class FusedTables:
                 f"settle_tables{width}", one.blocks, arrays, one.cells, *settled, stream=stream
             )
         return Claimed(places, places, positions, made, Times(times, second))
+
+    def _ask_filters(self, work: _Work, batch: FusedBatch, plan: _Plan) -> Tensor | None:
+        """Return a uint8 for each id: TURNED_AWAY if it must wait for its row; None if no table asks."""
+        live = batch.live
+        if not plan.asks or live is None:
+            return None
+        n, device, kernels = len(batch.ids), self.device, self._asking[0].kernels
+        skip = torch.zeros(n, dtype=torch.uint8, device=device.torch_device)
+        memory = memory_to_ask(n, device)
+        given = self._filter_structs, batch.ids, live.occurring, *memory, skip, live.refused
+        arrays, stream = work.known.arrays, work.stream.handle
+        for one in plan.asks:
+            kernels.launch(
+                "ask_filters", one.blocks, arrays, one.cells, *given, stream=stream, threads=ASKING_THREADS
+            )
+        return skip
 
     def _step(
         self,
@@ -521,9 +556,11 @@ class FusedTables:
                 return f"{name} keeps some of its rows in host memory, and {why or other}"
             if twice:
                 return f"{name} is trained twice by each batch"
-            if fused._admission is not None:
+            if fused._admission is not None and fused._rows.filter is None:
                 return f"{name} counts in host memory how often an id was seen before it gets a row"
-            if fused._rows.writes_alone and not self._staged:
+            if sum(one is fused._rows.filter for one in self._asking) > 1:
+                return f"{name} shares its admission filter with another table"
+            if fused._rows.growth.bounded and not self._staged:
                 return f"{name} has a capacity_bytes, and the host decides which ids get its last rows"
         for group in self._groups:
             if group.scalars_vary:
@@ -676,7 +713,7 @@ class Replay:
 class CapturedStep:
     """The update of rows in steps over batches of one shape, which is captured once and then replayed.
 
-        step = CapturedStep(tables, sizes, number, refused)
+        step = CapturedStep(tables, sizes, number, refused, occurring)
         step.ready(rates)                        # before a step that is launched, or captured
         step.train(ids, event_time, gradients)   # launches
         with step.replaying(rates) as replay:
@@ -690,17 +727,19 @@ class CapturedStep:
     Args:
         sizes: Ids by table; all batches have the same.
         number: Of the step; see `LiveStep.step`.
-        refused: As in `LiveStep`.
+        refused, occurring: As in `LiveStep`.
     """
 
-    def __init__(self, tables: FusedTables, sizes: Ints, number: Tensor, refused: Tensor) -> None:
+    def __init__(
+        self, tables: FusedTables, sizes: Ints, number: Tensor, refused: Tensor, occurring: Tensor
+    ) -> None:
         self._tables = tables
         self._sizes = sizes
         self._spans = spans = Spans.of(sizes, tables._widths)
         self._none_alone = np.zeros(len(sizes), np.bool_)
         some = [(group, group.numbers[sizes[group.numbers] > 0]) for group in tables._groups]
         self._planned = [group.steps(spans.some(own), summed=True) for group, own in some if len(own)]
-        self._live = LiveStep(number, refused, {})
+        self._live = LiveStep(number, refused, {}, occurring)
         self._rates: Floats = np.zeros(0, np.float32)
         self._uploaded = b""
         self.coming = sizes.tolist()
@@ -780,6 +819,8 @@ class CapturedStep:
     def _make_ready(self, work: _Work, rates: Floats) -> _Work:
         tables = self._tables
         tables._learn()
+        for one in tables._asking:
+            one.enter()
         work = tables._with_room(work, self.coming)
         data = rates.tobytes()
         if self._uploaded != data:

@@ -28,12 +28,14 @@
 //
 // `refused` is null, or not 0 if the batch must leave no trace (`verdict.cu`). Then no id gets a place, and
 // every later kernel of the step finds nothing to do.
+//
+// `skip` is null, or by position not 0 for an id that must wait for its row (`admission.cu`).
 template <class Key>
 __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, const Cells& cells,
                                             const i64* __restrict__ ids, const i64* __restrict__ seconds,
                                             u32 time, Key* __restrict__ order, u8* __restrict__ made,
                                             u32* __restrict__ times, int* __restrict__ places,
-                                            const i64* __restrict__ refused) {
+                                            const i64* __restrict__ refused, const u8* __restrict__ skip) {
   OF_WARP
   if (cell.table < 0) {
     if (there) order[at] = (Key)cell.shift;
@@ -49,8 +51,8 @@ __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, c
   }
   bool fresh;
   const bool applied = refused == nullptr || *refused == 0;
-  const int place =
-      claim_one(table.keys, table.buckets, table.counters, there && applied, ids[at], 0, 0, fresh);
+  const int place = claim_one(table.keys, table.buckets, table.counters, there && applied, ids[at],
+                              skip != nullptr ? skip[at] : 0, 0, fresh);
   if (there) {
     order[at] = (Key)(cell.shift + (place == NONE ? (i64)table.buckets * KEYS + EXTRA_PLACES : (i64)place));
     made[at] = fresh;
@@ -72,8 +74,9 @@ extern "C" __global__ void claim_tables(const Arrays* __restrict__ tables,
                                         const __grid_constant__ Cells cells, const i64* __restrict__ ids,
                                         const i64* __restrict__ seconds, u32 time, int* __restrict__ order,
                                         u8* __restrict__ made, u32* __restrict__ times,
-                                        int* __restrict__ places, const i64* __restrict__ refused) {
-  claim_cells(tables, cells, ids, seconds, time, order, made, times, places, refused);
+                                        int* __restrict__ places, const i64* __restrict__ refused,
+                                        const u8* __restrict__ skip) {
+  claim_cells(tables, cells, ids, seconds, time, order, made, times, places, refused, skip);
 }
 
 extern "C" __global__ void settle_tables(const Arrays* __restrict__ tables,
@@ -89,8 +92,8 @@ extern "C" __global__ void claim_tables_wide(const Arrays* __restrict__ tables,
                                              const i64* __restrict__ seconds, u32 time,
                                              i64* __restrict__ order, u8* __restrict__ made,
                                              u32* __restrict__ times, int* __restrict__ places,
-                                             const i64* __restrict__ refused) {
-  claim_cells(tables, cells, ids, seconds, time, order, made, times, places, refused);
+                                             const i64* __restrict__ refused, const u8* __restrict__ skip) {
+  claim_cells(tables, cells, ids, seconds, time, order, made, times, places, refused, skip);
 }
 
 extern "C" __global__ void settle_tables_wide(const Arrays* __restrict__ tables,

@@ -96,16 +96,26 @@ def fused_index_kernels() -> KernelProgram:
     return _program("index_of_tables", "fused_index.cu")
 
 
-def compile_tables_ahead(configs: Iterable[TableConfig], device: Device, *, fused: bool) -> None:
+def admission_kernels() -> KernelProgram:
+    """Return the kernels that ask admission filters."""
+    return _program("admission_of_tables", "admission.cu")
+
+
+def compile_tables_ahead(
+    configs: Iterable[TableConfig], device: Device, *, fused: bool, filtered: bool = False
+) -> None:
     """Start to compile all kernels of some tables, which otherwise each table waits for in turn.
 
     Args:
         fused: Whether one launch will work on many tables.
+        filtered: Whether one of them has an admission filter.
     """
     layouts = dict.fromkeys(row_layout(config) for config in configs)
     programs = [index_kernels(), *(layout.rows for layout in layouts)]
     if fused:
         programs += [fused_index_kernels(), *(layout.fused_rows for layout in layouts)]
+    if filtered:
+        programs.append(admission_kernels())
     for program in programs:
         program.compile_ahead(device)
 

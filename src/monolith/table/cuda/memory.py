@@ -42,7 +42,7 @@ MAX_PLACES = NONE - EXTRA_PLACES
 RECENCY_BYTES = 4
 """More for a place of a table that remembers when its rows were written."""
 
-USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES = range(7)
+USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES, FILTERED = range(8)
 """Positions of the counters on the device. USED counts places that are not free, MARKS those of them that are
 marked: a table has USED - MARKS rows."""
 
@@ -295,7 +295,7 @@ class DeviceMemory:
         """Return the int32 place of each id, or NONE."""
         places = torch.empty(len(ids), dtype=torch.int32, device=self._device)
         n = len(ids)
-        self._launch(self._index, "find_all", blocks_for(len(ids)), *self._head(), ids, n, places)
+        self._launch(self._index, "find_all", blocks_for(len(ids)), *self.index, ids, n, places)
         return places
 
     def lookup(self, ids: Tensor, scalars: ctypes.Structure, out: Tensor) -> None:
@@ -351,7 +351,7 @@ class DeviceMemory:
         found = self._counted(
             "list_rows",
             blocks_for(self.places + EXTRA_PLACES),
-            *self._head(),
+            *self.index,
             self._times,
             wanted,
             hashes,
@@ -417,7 +417,7 @@ class DeviceMemory:
             self._index,
             "claim_all",
             blocks_for(n),
-            *self._head(),
+            *self.index,
             ids,
             n,
             skip,
@@ -438,7 +438,7 @@ class DeviceMemory:
         n = len(ids)
         places = torch.empty(n, dtype=torch.int32, device=self._device)
         blocks = blocks_for(n)
-        self._launch(self._index, "claim_absent", blocks, *self._head(), ids, n, places, self.counters)
+        self._launch(self._index, "claim_absent", blocks, *self.index, ids, n, places, self.counters)
         return places
 
     def put(
@@ -531,7 +531,7 @@ class DeviceMemory:
             self._index,
             "capture_rows",
             blocks,
-            *self._head(),
+            *self.index,
             *source,
             places,
             n,
@@ -567,13 +567,13 @@ class DeviceMemory:
         source = self._times, self._values, self._states, self._widths(), self.recency.stamps
         moved = places, stamps, len(places), *cut(into, self.spill_parts(count))
         blocks = blocks_for(len(places))
-        self._launch(self._index, "spill_rows", blocks, *self._head(), *source, *moved, self.counters)
+        self._launch(self._index, "spill_rows", blocks, *self.index, *source, *moved, self.counters)
 
     def drop(self, places: Tensor) -> int:
         """Drop the rows at int64 places; return how many there were."""
         if self.recency is not None:
             self.recency.forget(places)
-        return self._counted("drop_places", blocks_for(len(places)), *self._head(), places, len(places))
+        return self._counted("drop_places", blocks_for(len(places)), *self.index, places, len(places))
 
     def tidy(self) -> None:
         """Turn marks into free places, in place; rows move nearer to their home buckets. See index.cu.
@@ -587,13 +587,13 @@ class DeviceMemory:
 
         def free() -> None:
             passed = torch.zeros(buckets, dtype=torch.uint8, device=self._device)
-            self._launch(self._index, "note_away", blocks, *self._head(), away, passed)
-            self._launch(self._index, "free_marks", blocks, *self._head(), passed, self.counters)
+            self._launch(self._index, "note_away", blocks, *self.index, away, passed)
+            self._launch(self._index, "free_marks", blocks, *self.index, passed, self.counters)
 
         free()
         for _ in range(_PULLS):
-            self._launch(self._index, "pull_rows", blocks, *self._head(), away, *rows)
-            self._launch(self._index, "drop_copied", blocks, *self._head(), stamps)
+            self._launch(self._index, "pull_rows", blocks, *self.index, away, *rows)
+            self._launch(self._index, "drop_copied", blocks, *self.index, stamps)
             free()
 
     def copied(self) -> DeviceMemory:
@@ -623,13 +623,13 @@ class DeviceMemory:
             self._index,
             "move_rows",
             blocks_for(self.places + EXTRA_PLACES),
-            *self._head(),
+            *self.index,
             self._times,
             self._values,
             self._states,
             self._flags,
             self._widths(),
-            *new._head(),
+            *new.index,
             new._times,
             new._values,
             new._states,
@@ -658,7 +658,7 @@ class DeviceMemory:
         idle = torch.empty(total + 1, dtype=torch.int32, device=self._device)  # one more, as stamps have
         staged = NEVER_IDLE if first is None else first
         arguments = recency.stamps, recency.batch, staged, idle
-        self._launch(self._index, "idle_stamps", blocks_for(total), *self._head(), *arguments)
+        self._launch(self._index, "idle_stamps", blocks_for(total), *self.index, *arguments)
         if excluded is not None:
             idle.index_fill_(0, recency.inside(excluded), NEVER_IDLE)
         oldest = torch.topk(idle[:total], min(count, total), largest=False, sorted=False)
@@ -668,7 +668,7 @@ class DeviceMemory:
         """Return the int64 places of rows by their hashes; all must be there."""
         places = torch.empty(len(hashes), dtype=torch.int32, device=self._device)
         n = len(hashes)
-        self._launch(self._index, "find_hashes", blocks_for(len(hashes)), *self._head(), hashes, n, places)
+        self._launch(self._index, "find_hashes", blocks_for(len(hashes)), *self.index, hashes, n, places)
         return places.to(torch.int64)
 
     def _arrays(self) -> tuple[Tensor, ...]:
@@ -679,7 +679,9 @@ class DeviceMemory:
     ) -> None:
         kernels.launch(kernel, blocks, *arguments, stream=self.stream, threads=threads)
 
-    def _head(self) -> tuple[Tensor, int]:
+    @property
+    def index(self) -> tuple[Tensor, int]:
+        """The keys, and the number of their buckets."""
         return self._keys, self.places // KEYS
 
     def _widths(self) -> _Widths:

@@ -35,7 +35,7 @@ using namespace monolith;
 #define EXTRA_PLACES 2  // places behind the buckets
 
 // What a table counts on the device, in this order.
-enum Counter { USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES };
+enum Counter { USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES, FILTERED };
 
 // Why a position of a batch is skipped: bits, as in memory.py.
 enum Skip { UNUSABLE = 1, TURNED_AWAY = 2, ELSEWHERE = 4 };

@@ -24,6 +24,7 @@ from monolith.cuda.device import Device
 from monolith.errors import AcceleratorError, TableClosedError
 from monolith.table.admission import AdmissionFilter, Refusals
 from monolith.table.config import TableConfig
+from monolith.table.cuda.filters import device_filter
 from monolith.table.cuda.growth import Counted, Growth, UsageCounters
 from monolith.table.cuda.layout import DeviceRowLayout
 from monolith.table.cuda.memory import (
@@ -71,7 +72,8 @@ class ResidentRows:
         tell: Inserts the waiting ids into the touched sets; see `ChangeTracker`.
 
     Attributes:
-        filtered, refused, evicted, removed: As in `TableStats`.
+        filtered, refused, evicted, removed: As in `TableStats`; what a filter on the device has refused is
+            among the counters.
     """
 
     def __init__(
@@ -98,6 +100,9 @@ class ResidentRows:
         self.usage = UsageCounters(
             config.name, torch.zeros(COUNTERS, dtype=torch.int64, device=self._device), device
         )
+        # Rows of a table that spills ask it in host memory, too.
+        self.filter = None if remembers_use else device_filter(admission, device)
+        """The filter, if it counts on the device."""
         self.filtered = self.refused = self.evicted = self.removed = 0
         self._memory: DeviceMemory | None = self._new_memory(config.initial_rows)
         self._next: DeviceMemory | None = None  # which rows are about to move to
@@ -151,6 +156,12 @@ class ResidentRows:
         """Ask the filter about ids without a row; return the positions to skip."""
         if self._admission is None:
             return skip
+        if self.filter is not None:
+            memory, seen_here = self.memory, None if counts is None else counts.to(self._device)
+            index, together = memory.index, batch.dedup
+            return self.filter.ask(
+                index, memory.counters, batch.ids, skip=skip, counts=seen_here, together=together
+            )
         unknown = self._unknown(batch, skip).cpu().numpy()
         if not unknown.any():
             return skip
