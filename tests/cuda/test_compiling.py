@@ -33,7 +33,13 @@ from monolith.table import (
     StochasticRounding,
     TableConfig,
 )
-from monolith.table.cuda.layout import KernelProgram, fused_index_kernels, index_kernels, row_layout
+from monolith.table.cuda.layout import (
+    KernelProgram,
+    admission_kernels,
+    fused_index_kernels,
+    index_kernels,
+    row_layout,
+)
 
 
 def all_optimizers() -> tuple[Segment, ...]:
@@ -78,6 +84,7 @@ def programs() -> dict[str, KernelProgram]:
         **{f"rows, {name}": layout.rows for name, layout in layouts.items()},
         "rows, serving": serving.rows,
         "indices of many tables": fused_index_kernels(),
+        "admission filters": admission_kernels(),
         **{f"rows of many tables, {name}": layout.fused_rows for name, layout in fused.items()},
     }
 

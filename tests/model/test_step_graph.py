@@ -423,7 +423,7 @@ def test_a_model_that_reads_ids_by_itself_is_not_captured(device: Device) -> Non
 
 THRESHOLDS = {
     "item": SlotThresholds(default=3, counting=AdmissionConfig(capacity=2000)),
-    "user": SlotThresholds(default=2, counting=AdmissionConfig("probabilistic_filter")),
+    "user": SlotThresholds(default=2, counting=AdmissionConfig(kind="probabilistic_filter")),
 }
 
 
@@ -444,22 +444,22 @@ def test_rows_wait_for_admission_as_in_steps_one_by_one(device: Device, tmp_path
     eager, graphed = (Trained(device, graphed=one, **how) for one in (False, True))
     assert graphed.graph is not None
     make = ragged_batches if ragged else partial(batches, most=8)
-    given = list(make(30, bad=(0, 8, 9, 20)))
-    for part in range(0, 30, 6):
+    given = list(make(20, bad=(0, 6, 7, 13)))
+    for part in range(0, 20, 5):
         for one in (eager, graphed):
-            one.train(iter(given[part : part + 6]))
-        if part == 12:  # batches of another shape, which are captured late
+            one.train(iter(given[part : part + 5]))
+        if part == 5:  # batches of another shape, which are captured late
             for one in (eager, graphed):
-                one.train(batches(6, size=16, most=8))
+                one.train(batches(5, size=16, most=8))
         counted = [filters_of(one, tmp_path / f"{part} {one is eager}") for one in (eager, graphed)]
         assert counted[0] == counted[1]
     assert graphed.graph.trouble is None
-    assert graphed.graph.replays >= 15
+    assert graphed.graph.replays >= 10
     assert len([trouble for trouble, _ in graphed.said if trouble]) == 4
-    assert_same(eager, graphed, exact=None if not ragged else False)
+    assert_same(eager, graphed, exact=False if ragged else None)
     for name in THRESHOLDS:
         filtered = [one.model.embeddings.store.stats()[name].filtered for one in (eager, graphed)]
-        assert filtered[0] == filtered[1] > 20
+        assert filtered[0] == filtered[1] > 10
 
 
 def test_a_replayed_step_with_a_filter_waits_for_nothing(device: Device) -> None:

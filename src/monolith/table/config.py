@@ -495,7 +495,7 @@ class AdmissionConfig:
     kind: Literal["sliding_hash_filter", "probabilistic_filter", "no_filter"] = "sliding_hash_filter"
     """The admission filter: count sightings for a while, admit by chance without counting, or admit all."""
     capacity: int = 1 << 22
-    """Ids that a table's sliding filter remembers, at least 300; 2.4 bytes each."""
+    """Ids that a table's sliding filter remembers, at least 300; 2.4 bytes each, on the GPU if rows are."""
     split_num: int = 7
     """Parts of a sliding filter, at least 5; the oldest is emptied when the newest is full."""
     equal: bool = False
