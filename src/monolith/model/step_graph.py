@@ -19,12 +19,11 @@ device or looked at later:
 A graph has addresses in it. It is captured anew after anything that it reads or writes has moved: a table
 that grew, an optimizer whose state was restored. Batches of a shape that is not captured, or not yet, are
 trained by the same launches one by one. Ragged batches are padded to a shape that many of them have; see
-`DeviceGatherer`.
+`DeviceGatherer`. If batches come in more shapes than are captured, the most frequent ones are.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -47,8 +46,11 @@ from monolith.table.cuda.fused import CapturedStep, FusedTables
 from monolith.table.cuda.hot_rows import HotRows, StagedBatch, unmoved
 
 MOST_SHAPES = 4
-"""Shapes of batches that are captured at the same time; the one not used for longest goes."""
+"""Shapes of batches that are captured at the same time: those that come most often."""
 _SEEN_FIRST = 2  # batches of a shape that are trained before it is captured: kernels are loaded by then
+_WINDOW = 256  # batches after which the counts of all shapes are halved
+_TIMES_AS_OFTEN = 2  # as the rarest of the chosen shapes: how often another must have come to replace it
+_WORTH_A_CAPTURE = 8  # and so many batches more, if that one is captured: to capture takes as long as steps
 _MOST_RATES = 8  # sets of rates of an optimizer that has them in its launches, until capturing is given up
 
 _KINDS = (
@@ -277,7 +279,11 @@ class StepGraph:
         self._buffers: list[Tensor] = []
         self._kept: tuple[tuple[int, ...], Kept] | None = None
         self._host_steps: list[Tensor] = []
-        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+        self._shapes: dict[Hashable, _Shape] = {}
+        # How often each shape came. Counts are halved after each window, and those of 0 go: so their sum, and
+        # the number of shapes that are remembered, stays below two windows.
+        self._came: dict[Hashable, int] = {}
+        self._counted = 0  # batches since the last halving
         self.trouble: str | None = None
         self.captures = self.replays = 0
 
@@ -406,14 +412,35 @@ class StepGraph:
         return f"batches of {sizes or 'no size yet'}; {own / 2**20:,.0f} MiB for inputs and undo"
 
     def _shape(self, sent: SentBatch) -> _Shape:
-        assert sent.shape is not None, "a graph takes it"
-        found = self._shapes.get(sent.shape)
-        if found is None:
-            if len(self._shapes) >= MOST_SHAPES:
-                self._shapes.popitem(last=False)
-            found = self._shapes[sent.shape] = _Shape(sent, self)
-        self._shapes.move_to_end(sent.shape)
+        """Return the chosen shape of a batch; or one for this batch alone, if others are more frequent.
+
+        A chosen shape gives way to one that is clearly more frequent, so that shapes of about the same
+        frequency do not take turns: each change costs a capture.
+        """
+        key = sent.shape
+        assert key is not None, "a graph takes it"
+        self._count(key)
+        found = self._shapes.get(key)
+        if found is not None:
+            return found
+        found = _Shape(sent, self)
+        if len(self._shapes) >= MOST_SHAPES:
+            came = self._came
+            rarest = min(self._shapes, key=lambda one: came.get(one, 0))
+            captured = self._shapes[rarest].graph is not None
+            least = _TIMES_AS_OFTEN * came.get(rarest, 0) + (_WORTH_A_CAPTURE if captured else 0)
+            if came.get(key, 0) <= least:
+                return found
+            del self._shapes[rarest]
+        self._shapes[key] = found
         return found
+
+    def _count(self, key: Hashable) -> None:
+        self._came[key] = self._came.get(key, 0) + 1
+        self._counted += 1
+        if self._counted == _WINDOW:
+            self._counted = 0
+            self._came = {one: count // 2 for one, count in self._came.items() if count > 1}
 
     def _replayed(self, shape: _Shape, step: int) -> bool:
         """Replay a step; False if there is no graph of it, or it is not right any more."""
