@@ -24,9 +24,11 @@ trained by the same launches one by one. Ragged batches are padded to a shape th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -59,6 +61,17 @@ _KINDS = (
     "a gradient of the rows",
     "the norm of the gradients",
 )
+
+
+class Ungraphed(StrEnum):
+    """Why a batch was trained by single launches; completes "batches ..."."""
+
+    EARLY = "before a capture"  # of their size, or anew; or while a snapshot needs what is overwritten
+    OTHER_SIZE = f"of other sizes than the {MOST_SHAPES} most frequent"
+    OWN_SIZE = "of a size that no other batch has"
+    NO_ROOM = "whose rows the device had no room for"
+    GIVEN_UP = "after capturing was given up"
+
 
 Outputs = Callable[[Batch, list[PreparedBatch]], tuple[Tensor, Mapping[str, Tensor]]]
 """Returns the loss of a batch, a scalar, and predictions by head, given its rows by collection."""
@@ -193,6 +206,8 @@ class _Shape:
         self.report: Tensor | None = None
         self.heads: dict[str, torch.Size] = {}
         self.seen = 0
+        self.chosen = False
+        """Whether it is one of the most frequent."""
         self.graph: DeviceGraph | None = None
         self.captured_with: object = None
 
@@ -230,6 +245,7 @@ class StepGraph:
         trouble: Why nothing is captured any more; None while all is well.
         captures: How often a shape was captured.
         replays: How many steps were replayed.
+        ungraphed: How many batches were trained by single launches, by reason.
     """
 
     def __init__(
@@ -286,6 +302,8 @@ class StepGraph:
         self._counted = 0  # batches since the last halving
         self.trouble: str | None = None
         self.captures = self.replays = 0
+        # With a place for each reason, since other threads read it.
+        self.ungraphed: Counter[Ungraphed] = Counter(dict.fromkeys(Ungraphed, 0))
 
     @property
     def hot_rows(self) -> list[HotRows]:
@@ -327,17 +345,26 @@ class StepGraph:
         ]
 
     def takes(self, sent: SentBatch) -> bool:
-        """Whether `train` can train on a batch.
+        """Whether `train` can train on a batch. Called once for each: batches it refuses are counted.
 
         Not the first batches: the state of an optimizer must be there to be put back if a batch is refused.
         Rows that have left the device since the batch was sent are brought back.
         """
-        if self.trouble is not None or sent.shape is None or not self._has_state():
-            return False
-        return all(
+        if self.trouble is not None:
+            why = Ungraphed.GIVEN_UP
+        elif sent.shape is None:
+            why = Ungraphed.OWN_SIZE
+        elif not self._has_state():
+            why = Ungraphed.EARLY
+        elif all(
             hot is None or staged is None or hot.ready(staged)
             for hot, staged in zip(self._hot, sent.staged, strict=True)
-        )
+        ):
+            return True
+        else:
+            why = Ungraphed.NO_ROOM
+        self.ungraphed[why] += 1
+        return False
 
     # Training
 
@@ -432,6 +459,7 @@ class StepGraph:
             if came.get(key, 0) <= least:
                 return found
             del self._shapes[rarest]
+        found.chosen = True
         self._shapes[key] = found
         return found
 
@@ -474,12 +502,14 @@ class StepGraph:
             if not captures:
                 shape.seen += 1
                 self._work(shape)
+                self.ungraphed[Ungraphed.EARLY if shape.chosen else Ungraphed.OTHER_SIZE] += 1
                 return
             self._capture(shape)
         except Exception as cause:
             # Of the model, in its forward or backward pass: nothing was updated yet, but buffers may be.
             # Nothing of a capture has run, and the saved weights are then those before the last step.
             self.trouble = f"{type(cause).__name__}: {cause}"
+            self.ungraphed[Ungraphed.GIVEN_UP] += 1
             self._forget()
             if not captures and self._kept is not None:
                 self.verdict.found.fill_(1)
