@@ -30,7 +30,7 @@ from monolith.cli.evaluation import one_each, to_records
 from monolith.cli.main import main
 from monolith.cli.options.train import TrainOptions
 from monolith.cli.terminal import warn
-from monolith.cli.train import MARK, _describe_lost
+from monolith.cli.train import MARK, _describe_lost, print_report
 from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
@@ -145,6 +145,15 @@ def test_the_report_can_be_had_as_json_alone(model_dir: str, capsys: pytest.Capt
     second = train_json(capsys, "--model-dir", model_dir, "--steps", "2")
     assert (second["step"], second["steps"]) == (5, 2)
     assert second["restored_from"] == first["checkpoint"]
+
+
+def test_a_report_has_the_part_of_the_batches_that_was_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+    report = train_json(capsys, "--steps", "2")
+    assert report["replayed_batches"] is None  # on a CPU
+    for replayed, shown in ((None, False), (0.447, True), (0.0, True)):
+        print_report(report | {"replayed_batches": replayed}, TrainOptions())
+        said = " ".join(capsys.readouterr().out.split())
+        assert (f"CUDA graphs {replayed or 0:.1%} of the batches were replayed" in said) == shown
 
 
 def test_what_else_a_run_does_is_set_in_its_config(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -303,6 +303,36 @@ def test_a_table_that_grows_is_captured_anew(device: Device) -> None:
     assert graphed.graph is not None
     assert graphed.graph.captures > 1
     assert_same(eager, graphed)
+
+
+def of_sizes(sizes: Sequence[int]) -> Iterator[Batch]:
+    """Return batches of these sizes, of so few ids that no table grows."""
+    return (next(batches(1, size=size, most=8)) for size in sizes)
+
+
+@pytest.mark.parametrize("sizes", [5, 17])
+def test_of_more_sizes_than_are_captured_four_are_replayed(device: Device, sizes: int) -> None:
+    """Even if they come in turn, and if there are more than a gatherer remembers: the others do not push the
+    captured ones out."""
+    given = [*range(8, 8 + sizes)] * 5
+    trained = Trained(device, graphed=True, optimizer="sgd").train(of_sizes(given))
+    assert trained.graph is not None
+    assert trained.graph.captures == 4
+    assert trained.graph.replays == 4 * (5 - 2)  # of each captured size, two batches come first
+    assert_same(trained, Trained(device, graphed=False, optimizer="sgd").train(of_sizes(given)))
+
+
+def test_a_size_that_has_become_clearly_more_frequent_is_captured(device: Device) -> None:
+    """Here 13 replaces 8; and then 8, which comes about as often, does not replace 13."""
+    trained = Trained(device, graphed=True, optimizer="sgd").train(of_sizes([8, 9, 10, 11] * 3))
+    assert trained.graph is not None
+    assert (trained.graph.captures, trained.graph.replays) == (4, 4)
+    trained.train(of_sizes([13] * 14))
+    assert (trained.graph.captures, trained.graph.replays) == (4, 4)  # seen 14 times: 3 times twice, and 8
+    trained.train(of_sizes([13] * 4))
+    assert (trained.graph.captures, trained.graph.replays) == (5, 6)
+    trained.train(of_sizes([8, 13] * 6))
+    assert (trained.graph.captures, trained.graph.replays) == (5, 12)
 
 
 def test_a_replayed_step_waits_for_nothing(device: Device) -> None:

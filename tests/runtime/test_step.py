@@ -253,9 +253,73 @@ def test_a_schedule_of_rates_moves_with_the_steps(device: Device) -> None:
 
 
 def test_a_run_says_why_its_model_is_not_captured(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    run(device, Spoiled(threshold=2), device_memory_bytes=3100)
+    assert run(device, Spoiled(threshold=2), device_memory_bytes=3100).replayed == 0
     assert "not replayed as CUDA graphs: table" in caplog.text
+    assert "training several times slower if the model is small" in caplog.text
     assert "counts in host memory how often an id was seen" in caplog.text
+
+
+@dataclass(frozen=True)
+class Sized(Spoiled):
+    """Its batches have several sizes, in turn."""
+
+    batches: int = 68
+    sizes: int = 8
+
+    def dataset(self, mode: Mode) -> Any:
+        for number, batch in enumerate(super().dataset(mode)):
+            size = len(batch) - number % self.sizes
+            ids = {name: batch.ids[name].values[:size] for name in ("user", "item", "context")}
+            labels = {"click": batch.labels["click"][:size]}
+            yield Batch(FeatureIds.pack(ids, event_time=batch.ids.event_time), {}, labels)
+
+
+def test_a_run_says_once_that_batches_have_more_sizes_than_are_captured(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "monolith.runtime.step")
+    metrics = Metrics()
+    report = run(device, Sized(batches=132), metrics=metrics)
+    # Of each of 4 sizes, 17 batches come, 2 of them before its capture; the first of all is of another size.
+    (told,) = [one for one in caplog.messages if "of the last 64 training batches were launched" in one]
+    assert told.startswith("31 of")
+    assert "not replayed as CUDA graphs: batches of other sizes than the 4 most frequent. " in told
+    assert "several times slower if the model is small. Have the dataset give batches of one size" in told
+    (line,) = [one for one in caplog.messages if "training batches were replayed as CUDA graphs" in one]
+    assert line.startswith("44.7% of 132 training batches were")
+    assert line.endswith("kernel by kernel: 64 of other sizes than the 4 most frequent, 9 before a capture")
+    assert report.replayed == 59 / 132
+    (share,) = re.findall(r"^\w*train_replayed_batches (\S+)", metrics.render().decode(), re.MULTILINE)
+    assert float(share) == pytest.approx(report.replayed)
+
+
+def test_a_run_does_not_warn_of_batches_that_are_replayed(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(device, Sized(batches=66, sizes=4))
+    assert not [one for one in caplog.records if "kernel by kernel" in one.getMessage()]
+
+
+def test_a_run_says_that_rows_have_too_little_room_on_the_device_to_replay_steps(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = run(device, Spoiled(batches=66, batch_size=64), device_memory_bytes=FEW)
+    assert "batches whose rows the device had no room for. " in caplog.text
+    assert "Give rows more memory (train.device_memory_bytes)" in caplog.text
+    assert report.replayed < 0.9
+
+
+def test_a_run_on_a_gpu_says_that_rows_in_host_memory_keep_it_from_replaying(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for graphs in (True, False):
+        caplog.clear()
+        config = TrainConfig(accelerator="cuda", step_graphs=graphs)
+        report = Trainer(Spoiled(batches=1), config, accelerator=OnDevice(device)).train()
+        assert report.replayed is None
+        found.append("not replayed as CUDA graphs: embedding rows are in host memory" in caplog.text)
+    assert found == [True, False]
 
 
 def test_a_model_that_reads_its_batch_by_itself_is_trained_by_single_launches(
@@ -267,10 +331,13 @@ def test_a_model_that_reads_its_batch_by_itself_is_trained_by_single_launches(
             return replace(found, loss=found.loss * (1 + batch.ids.event_time % 2))
 
     found = []
+    caplog.set_level(logging.INFO, "monolith.runtime.step")
     for graphs in (False, True):
         rows = Rows()
-        assert run(device, Peeks(), rows, step_graphs=graphs).step == 12
+        report = run(device, Peeks(), rows, step_graphs=graphs)
+        assert (report.step, report.replayed) == (12, 0 if graphs else None)
         found.append(rows.found)
+    assert "11 after capturing was given up, 1 before a capture" in caplog.text
     assert "not replayed as CUDA graphs: AcceleratorError: the model reads the event time" in caplog.text
     assert_same_rows(found[1], found[0])
 

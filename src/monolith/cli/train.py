@@ -291,6 +291,8 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
     for kind in ("server", "worker"):
         if found := report.get(f"lost_{kind}s"):
             facts[f"lost {kind}s"] = "; ".join(_describe_lost(kind, one) for one in found)
+    if (replayed := report.get("replayed_batches")) is not None:
+        facts["CUDA graphs"] = f"{replayed:.1%} of the batches were replayed"
     if report["restored_from"] is not None:
         facts["resumed from"] = report["restored_from"]
     if not report["model_dir"]:

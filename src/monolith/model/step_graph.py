@@ -19,15 +19,16 @@ device or looked at later:
 A graph has addresses in it. It is captured anew after anything that it reads or writes has moved: a table
 that grew, an optimizer whose state was restored. Batches of a shape that is not captured, or not yet, are
 trained by the same launches one by one. Ragged batches are padded to a shape that many of them have; see
-`DeviceGatherer`.
+`DeviceGatherer`. If batches come in more shapes than are captured, the most frequent ones are.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -47,8 +48,11 @@ from monolith.table.cuda.fused import CapturedStep, FusedTables
 from monolith.table.cuda.hot_rows import HotRows, StagedBatch, unmoved
 
 MOST_SHAPES = 4
-"""Shapes of batches that are captured at the same time; the one not used for longest goes."""
+"""Shapes of batches that are captured at the same time: those that come most often."""
 _SEEN_FIRST = 2  # batches of a shape that are trained before it is captured: kernels are loaded by then
+_WINDOW = 256  # batches after which the counts of all shapes are halved
+_TIMES_AS_OFTEN = 2  # as the rarest of the chosen shapes: how often another must have come to replace it
+_WORTH_A_CAPTURE = 8  # and so many batches more, if that one is captured: to capture takes as long as steps
 _MOST_RATES = 8  # sets of rates of an optimizer that has them in its launches, until capturing is given up
 
 _KINDS = (
@@ -57,6 +61,17 @@ _KINDS = (
     "a gradient of the rows",
     "the norm of the gradients",
 )
+
+
+class Ungraphed(StrEnum):
+    """Why a batch was trained by single launches; completes "batches ..."."""
+
+    EARLY = "before a capture"  # of their size, or anew; or while a snapshot needs what is overwritten
+    OTHER_SIZE = f"of other sizes than the {MOST_SHAPES} most frequent"
+    OWN_SIZE = "of a size that no other batch has"
+    NO_ROOM = "whose rows the device had no room for"
+    GIVEN_UP = "after capturing was given up"
+
 
 Outputs = Callable[[Batch, list[PreparedBatch]], tuple[Tensor, Mapping[str, Tensor]]]
 """Returns the loss of a batch, a scalar, and predictions by head, given its rows by collection."""
@@ -191,6 +206,8 @@ class _Shape:
         self.report: Tensor | None = None
         self.heads: dict[str, torch.Size] = {}
         self.seen = 0
+        self.chosen = False
+        """Whether it is one of the most frequent."""
         self.graph: DeviceGraph | None = None
         self.captured_with: object = None
 
@@ -228,6 +245,7 @@ class StepGraph:
         trouble: Why nothing is captured any more; None while all is well.
         captures: How often a shape was captured.
         replays: How many steps were replayed.
+        ungraphed: How many batches were trained by single launches, by reason.
     """
 
     def __init__(
@@ -277,9 +295,15 @@ class StepGraph:
         self._buffers: list[Tensor] = []
         self._kept: tuple[tuple[int, ...], Kept] | None = None
         self._host_steps: list[Tensor] = []
-        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+        self._shapes: dict[Hashable, _Shape] = {}
+        # How often each shape came. Counts are halved after each window, and those of 0 go: so their sum, and
+        # the number of shapes that are remembered, stays below two windows.
+        self._came: dict[Hashable, int] = {}
+        self._counted = 0  # batches since the last halving
         self.trouble: str | None = None
         self.captures = self.replays = 0
+        # With a place for each reason, since other threads read it.
+        self.ungraphed: Counter[Ungraphed] = Counter(dict.fromkeys(Ungraphed, 0))
 
     @property
     def hot_rows(self) -> list[HotRows]:
@@ -324,17 +348,26 @@ class StepGraph:
         return found
 
     def takes(self, sent: SentBatch) -> bool:
-        """Whether `train` can train on a batch.
+        """Whether `train` can train on a batch. Called once for each: batches it refuses are counted.
 
         Not the first batches: the state of an optimizer must be there to be put back if a batch is refused.
         Rows that have left the device since the batch was sent are brought back.
         """
-        if self.trouble is not None or sent.shape is None or not self._has_state():
-            return False
-        return all(
+        if self.trouble is not None:
+            why = Ungraphed.GIVEN_UP
+        elif sent.shape is None:
+            why = Ungraphed.OWN_SIZE
+        elif not self._has_state():
+            why = Ungraphed.EARLY
+        elif all(
             hot is None or staged is None or hot.ready(staged)
             for hot, staged in zip(self._hot, sent.staged, strict=True)
-        )
+        ):
+            return True
+        else:
+            why = Ungraphed.NO_ROOM
+        self.ungraphed[why] += 1
+        return False
 
     # Training
 
@@ -409,14 +442,36 @@ class StepGraph:
         return f"batches of {sizes or 'no size yet'}; {own / 2**20:,.0f} MiB for inputs and undo"
 
     def _shape(self, sent: SentBatch) -> _Shape:
-        assert sent.shape is not None, "a graph takes it"
-        found = self._shapes.get(sent.shape)
-        if found is None:
-            if len(self._shapes) >= MOST_SHAPES:
-                self._shapes.popitem(last=False)
-            found = self._shapes[sent.shape] = _Shape(sent, self)
-        self._shapes.move_to_end(sent.shape)
+        """Return the chosen shape of a batch; or one for this batch alone, if others are more frequent.
+
+        A chosen shape gives way to one that is clearly more frequent, so that shapes of about the same
+        frequency do not take turns: each change costs a capture.
+        """
+        key = sent.shape
+        assert key is not None, "a graph takes it"
+        self._count(key)
+        found = self._shapes.get(key)
+        if found is not None:
+            return found
+        found = _Shape(sent, self)
+        if len(self._shapes) >= MOST_SHAPES:
+            came = self._came
+            rarest = min(self._shapes, key=lambda one: came.get(one, 0))
+            captured = self._shapes[rarest].graph is not None
+            least = _TIMES_AS_OFTEN * came.get(rarest, 0) + (_WORTH_A_CAPTURE if captured else 0)
+            if came.get(key, 0) <= least:
+                return found
+            del self._shapes[rarest]
+        found.chosen = True
+        self._shapes[key] = found
         return found
+
+    def _count(self, key: Hashable) -> None:
+        self._came[key] = self._came.get(key, 0) + 1
+        self._counted += 1
+        if self._counted == _WINDOW:
+            self._counted = 0
+            self._came = {one: count // 2 for one, count in self._came.items() if count > 1}
 
     def _replayed(self, shape: _Shape, step: int) -> bool:
         """Replay a step; False if there is no graph of it, or it is not right any more."""
@@ -450,12 +505,14 @@ class StepGraph:
             if not captures:
                 shape.seen += 1
                 self._work(shape)
+                self.ungraphed[Ungraphed.EARLY if shape.chosen else Ungraphed.OTHER_SIZE] += 1
                 return
             self._capture(shape)
         except Exception as cause:
             # Of the model, in its forward or backward pass: nothing was updated yet, but buffers may be.
             # Nothing of a capture has run, and the saved weights are then those before the last step.
             self.trouble = f"{type(cause).__name__}: {cause}"
+            self.ungraphed[Ungraphed.GIVEN_UP] += 1
             self._forget()
             if not captures and self._kept is not None:
                 self.verdict.found.fill_(1)

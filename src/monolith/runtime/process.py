@@ -494,6 +494,7 @@ def report_as_json(report: TrainReport, task: Task, config: TrainConfig) -> dict
         "step": report.step,
         "steps": report.steps,
         "examples": report.examples,
+        "replayed_batches": None if report.replayed is None else round(report.replayed, 4),
         "skipped_batches": report.skipped,
         "bad_records": dict(report.bad_records),
         "dense_staleness": report.dense_staleness,

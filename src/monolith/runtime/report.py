@@ -61,6 +61,9 @@ class TrainReport:
     """Steps taken in this run, by all processes."""
     examples: int
     """Examples trained on in this run, by all processes."""
+    replayed: float | None = None
+    """The fraction of the batches of this process whose steps were replayed as CUDA graphs; None without
+    `train.step_graphs`, or with rows in host memory."""
     skipped: int = 0
     """Batches of this run that were skipped, because their loss or a gradient is NaN or infinite."""
     bad_records: Mapping[str, int] = field(default_factory=dict)

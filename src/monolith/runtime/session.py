@@ -81,6 +81,12 @@ class Session:
                 "Fraction of the ids so far whose row was on the device, or that had none yet; see "
                 "train.device_memory_bytes",
             ).read_from(lambda: sum(one.share for one in counts) / len(counts))
+        if metrics is not None and self.training_step.replayed is not None:
+            metrics.gauge(
+                "train_replayed_batches",
+                "Fraction of the batches so far whose steps were replayed as CUDA graphs; see "
+                "train.step_graphs",
+            ).read_from(lambda: self.training_step.replayed or 0.0)
         self.metrics = HeadMetrics(
             model.task,
             Mode.TRAIN,

@@ -10,7 +10,7 @@ counted at once, and its outcome is known a few steps later (`settle`): until th
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from monolith.errors import AcceleratorError, DataError, FeatureError, NonFiniteError
 from monolith.feature import Batch
 from monolith.model import EmbeddingOptimizer, PreparedBatch, apply_gradients
-from monolith.model.step_graph import GraphedStep, SentBatch, StepGraph
+from monolith.model.step_graph import GraphedStep, SentBatch, StepGraph, Ungraphed
 from monolith.runtime.batches import ReadBatch, TrainingBatches
 from monolith.runtime.coordinator import Coordinator
 from monolith.runtime.progress import RunProgress, check_not_all_skipped
@@ -36,6 +36,19 @@ _log = logging.getLogger(__name__)
 _BEHIND = 3
 """Steps that may be launched before the outcome of the first of them is looked at. Always so many, and not as
 many as have arrived: what a run does must not depend on timing."""
+_LOOK_EVERY = 64
+"""Batches after which the run looks at how many of them were not replayed."""
+_FEW = _LOOK_EVERY // 8
+"""So many of them are not worth a warning."""
+_ADVICE = {
+    Ungraphed.OTHER_SIZE: "Have the dataset give batches of one size, with filters before batches are made. "
+    "A size is the number of examples, and that of the IDs of each table, padded",
+    Ungraphed.OWN_SIZE: "The model keeps each ID of a feature, and its number differs from batch to batch: "
+    "keep a fixed number of them",
+    Ungraphed.NO_ROOM: "Give rows more memory (train.device_memory_bytes), or train on smaller batches",
+}
+"""What to do about batches that are not replayed; all other reasons pass, or the log has them already."""
+_COST = "Launching one kernel after the other makes training several times slower if the model is small"
 
 
 class TrainingStep:
@@ -84,6 +97,13 @@ class TrainingStep:
         self._unsettled: deque[tuple[GraphedStep, Batch]] = deque()
         self._schedule_ahead = 0  # steps that the schedule has moved for and that were refused
         self._said_captured = False
+        self._not_captured = False
+        """Whether the run was to replay its steps, and could not."""
+        self._sent = 0
+        """Batches that could have been replayed."""
+        self._ungraphed: Counter[Ungraphed] = Counter()
+        """How many of them were not, when the run looked last."""
+        self._told: set[Ungraphed] = set()
         self._graph = self._make_graph()
         # All steps are taken on one stream, those without a graph, too.
         self._on_stream: Callable[[], AbstractContextManager[object]] = (
@@ -190,10 +210,28 @@ class TrainingStep:
         """Whether steps are replayed from graphs, if the model lets them."""
         return self._graph is not None
 
+    @property
+    def replayed(self) -> float | None:
+        """The fraction of batches so far that was replayed; None if none was to be."""
+        if self._graph is None:
+            return 0.0 if self._not_captured else None
+        return self._graph.replays / max(self._graph.replays + self._graph.ungraphed.total(), 1)
+
     def close(self) -> None:
         """Drop the graphs of steps; none is taken afterwards."""
         self._unsettled.clear()
         if self._graph is not None:
+            if self._sent:
+                found = self._graph.ungraphed.most_common()
+                others = ", ".join(f"{count:,} {why}" for why, count in found if count)
+                _log.info(
+                    "%.1f%% of %s training batches were replayed as CUDA graphs, after %d captures; launched "
+                    "kernel by kernel: %s",
+                    100 * (self.replayed or 0.0),
+                    f"{self._sent:,}",
+                    self._graph.captures,
+                    others or "none",
+                )
             for hot in self._graph.hot_rows:
                 _log.info(
                     "%.1f%% of the ids found their row on the device, or had none yet; the other rows came "
@@ -243,8 +281,19 @@ class TrainingStep:
     def _make_graph(self) -> StepGraph | None:
         """Return what replays steps as graphs, if rows are on a GPU of this process and it can."""
         config, model = self._config, self._model
-        alone = model.is_local and not self._membership.lockstep and self._placement.averaging is None
-        if config.embedding_device != "device" or not config.step_graphs or not alone:
+        if config.accelerator != "cuda" or not config.step_graphs:
+            return None
+        if not model.is_local or self._membership.lockstep or self._placement.averaging is not None:
+            _log.info(
+                "training steps are launched kernel by kernel and not replayed as CUDA graphs, which are for "
+                "runs of one process"
+            )
+            return None
+        if config.embedding_device != "device":
+            self._say_not_captured(
+                'embedding rows are in host memory. With train.embedding_device = "device" they are on the '
+                "GPU; set train.device_memory_bytes, too, if it has no room for all of them"
+            )
             return None
         try:
             graph = StepGraph(
@@ -256,6 +305,7 @@ class TrainingStep:
                 self._updates,
             )
         except AcceleratorError as why:
+            self._not_captured = True
             self._say_not_captured(str(why))
             return None
         for hot in graph.hot_rows:
@@ -280,6 +330,9 @@ class TrainingStep:
     def _take_graphed(self, graph: StepGraph, read: ReadBatch, sent: SentBatch) -> StepResult | None:
         """Launch a step; None if it has to be taken without a graph."""
         batch, progress, model = read.batch, self._progress, self._model
+        if self._sent and self._sent % _LOOK_EVERY == 0:
+            self._look_at_launches(graph)
+        self._sent += 1
         if not graph.takes(sent):
             self.settle()  # so that batches are skipped and counted in their order
             return None
@@ -314,10 +367,28 @@ class TrainingStep:
 
     def _say_not_captured(self, why: str) -> None:
         _log.warning(
-            "training steps are launched kernel by kernel and not replayed as CUDA graphs: %s. A model with "
-            "small batches then trains at about a third of the speed that the GPU allows",
+            "training steps are launched kernel by kernel and not replayed as CUDA graphs: %s. %s. "
+            "train.step_graphs = false silences this warning",
             why,
+            _COST,
         )
+
+    def _look_at_launches(self, graph: StepGraph) -> None:
+        """Warn of batches that are not replayed, once for each reason that lasts."""
+        before, self._ungraphed = self._ungraphed, Counter(graph.ungraphed)
+        for why, advice in _ADVICE.items():
+            count = self._ungraphed[why] - before[why]
+            if count > _FEW and why not in self._told:
+                self._told.add(why)
+                _log.warning(
+                    "%d of the last %d training batches were launched kernel by kernel and not replayed as "
+                    "CUDA graphs: batches %s. %s. %s",
+                    count,
+                    _LOOK_EVERY,
+                    why,
+                    _COST,
+                    advice,
+                )
 
     def _count(self) -> int:
         """Count this step, now that the dense weights took it; return its number."""

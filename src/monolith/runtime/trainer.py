@@ -345,6 +345,7 @@ class Trainer:
                 step=session.step,
                 steps=session.step - first_step,
                 examples=progress.total_examples - first,
+                replayed=session.training_step.replayed,
                 skipped=progress.total_skipped - first_skipped,
                 bad_records=session.batches.stream.bad_records(),
                 dense_staleness=None if status.staleness is None else status.staleness.most,

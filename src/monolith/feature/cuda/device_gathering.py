@@ -92,7 +92,9 @@ class DeviceGatherer:
             known = cells.one_each  # as in every batch of this shape
             if known is None:
                 repeats = not self.plan.jagged
-                known = cells.one_each = replace(self._placed(batch, cells, splits), repeats=repeats)
+                known = cells.one_each = replace(
+                    self._placed(batch, cells, splits), shape=cells.key if repeats else None, repeats=repeats
+                )
         else:
             padded = padded and not self.plan.jagged
             known = self._placed(batch, cells, splits, padded=padded, one_each=one_each)
@@ -321,7 +323,7 @@ class _Placed:
     padding: list[tuple[int, int]]
     """Ranges of places that repeat the id before them."""
     shape: Hashable | None = None
-    """Equal for batches that were padded to the same numbers of ids."""
+    """Equal for batches with the same numbers of ids: one in each cell, or as many as they were padded to."""
     repeats: bool = False
     """Whether all batches of these features and this size have the same."""
     row_splits: RowSplits = field(default_factory=dict)
@@ -484,7 +486,7 @@ class DeviceBatch:
     def shape(self) -> Hashable | None:
         """What all batches share that differ only in their ids, or were padded to as many; None if every
         batch has its own."""
-        return self._placed if self._placed.repeats else self._placed.shape
+        return self._placed.shape
 
     @property
     def ragged(self) -> bool:
