@@ -176,6 +176,9 @@ class SlidingFilter(Admission):
     @property
     def cells_per_split(self) -> int: ...
 
+    @property
+    def capacity_per_split(self) -> int: ...
+
     def meta(self) -> SlidingFilterMeta: ...
 
     def split_meta(self, split: int) -> FilterSplitMeta: ...
@@ -1093,7 +1096,7 @@ class IdPacker:
 
     def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, RowNumbers]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, NDArray[numpy.float32], list[int]]:
         """
-        (ids, splits, numbers, missing) of rows of blocks, given the column of each feature, and those of numbers, which have one per row: NaN where a row has none. Splits are None if an id cannot be read; `missing` is how many rows have no number, -1 if some cannot be read.
+        (ids, splits, numbers, missing) of rows of blocks, given the column of each feature, and those of numbers, which have one per row: NaN where a row has none. Splits are True if every cell has one id, None if an id cannot be read; `missing` is how many rows have no number, -1 if some cannot be read.
         """
 
 class RowNumbers(enum.Enum):

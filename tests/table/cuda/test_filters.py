@@ -84,6 +84,19 @@ def test_it_admits_whom_a_filter_in_host_memory_does(
     assert there.away is not None
 
 
+@pytest.mark.parametrize("kind", ["counts", "counts, and has no cell for many ids", "draws"])
+def test_the_order_of_threads_does_not_matter(tmp_path: Path, kind: str) -> None:
+    filters = FILTERS[kind](), FILTERS[kind]()
+    tables = [
+        CudaTable(CONFIG, admission=one, device=device_named(name))
+        for one, name in zip(filters, ("emulated", "shuffled"), strict=True)
+    ]
+    for table in tables:
+        train(table, range(8))
+    assert counted(filters[0], tmp_path / "one") == counted(filters[1], tmp_path / "other")
+    assert_same(*tables)
+
+
 def test_its_counts_are_restored_and_copied(device: Device, tmp_path: Path) -> None:
     kind = "counts, and old sightings fade"
     before, after = FILTERS[kind](), FILTERS[kind]()

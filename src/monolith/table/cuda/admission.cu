@@ -21,7 +21,7 @@ using u16 = unsigned short;
 #define MOST 15    // where counts end
 #define FORWARD \
   2  // blocks that new ids are counted in: the newest, and the next one for those it has no cell for
-#define NOBODY (-1)
+#define NO_SLOT (-1)
 #define INTS 10  // of memory to work in, for each id of a batch; as in filters.py
 
 // A filter; filters.py fills it in.
@@ -43,7 +43,7 @@ struct Filter {
 };
 static_assert(sizeof(Filter) == 80, "as in filters.py");
 
-// What a filter keeps beside its cells: cells in use by block follow ELEMENTS.
+// What a filter keeps next to its cells: cells in use by block follow ELEMENTS.
 enum Meta { HEAD, ADVANCES, FAILURES, ELEMENTS, DRAWS = 0 };
 
 enum Answer { OPEN, WAITS, ADMITTED, NEW = 4 };  // of a group; NEW in the round it was asked in
@@ -61,7 +61,7 @@ struct Asked {
   int* first;    // the first of them
   int* reserve;  // by region: the first group that wants it
   int* answer;
-  int* group;  // by position: its slot, or NOBODY
+  int* group;  // by position: its slot, or NO_SLOT
   int* list;   // the slots in use
   u64* sums;   // sightings
 
@@ -138,7 +138,7 @@ __device__ inline int join(const Filter& filter, const u64* keys, u64 buckets, c
                            int& repeated) {
   __shared__ int groups, repeats;
   for (int i = threadIdx.x; i < asked.slots; i += blockDim.x) {
-    asked.owner[i] = NOBODY;
+    asked.owner[i] = NO_SLOT;
     asked.first[i] = asked.reserve[i] = NONE;
     asked.answer[i] = OPEN;
     asked.sums[i] = 0;
@@ -148,14 +148,14 @@ __device__ inline int join(const Filter& filter, const u64* keys, u64 buckets, c
   for (int i = threadIdx.x; i < asked.n; i += blockDim.x) {
     const i64 id = asked.ids[i];
     const u64 hash = mix((u64)id);
-    int at = NOBODY;
+    int at = NO_SLOT;
     if ((asked.skip == nullptr || asked.skip[i] == 0) && filter.threshold_of(id) > 0 &&
         find(keys, buckets, hash) == NONE) {
       at = (int)(hash % (u64)asked.slots);
       for (;;) {
-        const int owner = atomicCAS(&asked.owner[at], NOBODY, i);
-        if (owner == NOBODY) asked.list[atomicAdd(&groups, 1)] = at;
-        if (owner == NOBODY) break;
+        const int owner = atomicCAS(&asked.owner[at], NO_SLOT, i);
+        if (owner == NO_SLOT) asked.list[atomicAdd(&groups, 1)] = at;
+        if (owner == NO_SLOT) break;
         if (asked.ids[owner] == id) {
           repeats = 1;
           break;
@@ -212,7 +212,7 @@ __device__ inline void ask_apart(const Filter& filter, const Asked& asked, int g
 // Asks a sliding filter about one sighting after another.
 //
 // A group is one sighting if they count together. Otherwise each position is one, until the id is admitted:
-// `group` becomes NOBODY where it does not wait.
+// `group` becomes NO_SLOT where it does not wait.
 __device__ inline void ask_in_turn(const Filter& filter, const Asked& asked) {
   __shared__ i64 wiped;
   int next = 0;
@@ -221,7 +221,7 @@ __device__ inline void ask_in_turn(const Filter& filter, const Asked& asked) {
       wiped = -1;
       while (next < asked.n && wiped < 0) {
         const int i = next++, at = asked.group[i];
-        if (at == NOBODY) continue;
+        if (at == NO_SLOT) continue;
         if (asked.together && asked.first[at] != i) continue;
         bool waits = false, fresh = false;
         if (asked.answer[at] != ADMITTED) {
@@ -230,7 +230,7 @@ __device__ inline void ask_in_turn(const Filter& filter, const Asked& asked) {
                                           : draw_waits(filter, asked.ids[i], sightings, filter.meta[DRAWS]++);
           asked.answer[at] = waits ? WAITS : ADMITTED;
         }
-        if (!asked.together && !waits) asked.group[i] = NOBODY;
+        if (!asked.together && !waits) asked.group[i] = NO_SLOT;
         if (!fresh || !fills(filter, 0)) continue;
         const u64 head = (filter.meta[HEAD] + 1) % filter.blocks;
         filter.meta[HEAD] = head;
@@ -253,7 +253,7 @@ __device__ inline void draw_together(const Filter& filter, const Asked& asked, i
   const int each = (asked.n + (int)blockDim.x - 1) / (int)blockDim.x;
   const int begin = min((int)threadIdx.x * each, asked.n), end = min(begin + each, asked.n);
   int firsts = 0;
-  for (int i = begin; i < end; ++i) firsts += asked.group[i] != NOBODY && asked.first[asked.group[i]] == i;
+  for (int i = begin; i < end; ++i) firsts += asked.group[i] != NO_SLOT && asked.first[asked.group[i]] == i;
   before[threadIdx.x] = firsts;
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -268,7 +268,7 @@ __device__ inline void draw_together(const Filter& filter, const Asked& asked, i
   u64 number = filter.meta[DRAWS] + (u64)before[threadIdx.x];
   for (int i = begin; i < end; ++i) {
     const int at = asked.group[i];
-    if (at == NOBODY || asked.first[at] != i) continue;
+    if (at == NO_SLOT || asked.first[at] != i) continue;
     asked.answer[at] = draw_waits(filter, asked.ids[i], asked.sums[at], number++) ? WAITS : ADMITTED;
   }
   __syncthreads();
@@ -293,7 +293,7 @@ __device__ inline void ask(const Filter& filter, const u64* keys, u64 buckets, u
   u64 filtered = 0;
   for (int i = threadIdx.x; i < asked.n; i += blockDim.x) {
     const int at = asked.group[i];
-    const bool waits = at != NOBODY && (!sums || asked.answer[at] == WAITS);
+    const bool waits = at != NO_SLOT && (!sums || asked.answer[at] == WAITS);
     if (waits) filtered += asked.sighted(i);
     out[i] = (u8)((asked.skip != nullptr ? asked.skip[i] : 0) | (waits ? TURNED_AWAY : 0));
   }

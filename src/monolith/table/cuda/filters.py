@@ -3,7 +3,7 @@
 Which ids of a batch get rows depends on what the batches before it have counted, and a batch that is not
 finite counts nothing. In a replayed step only the device knows that before the next step begins, so it asks
 the filter itself (`admission.cu`): no step waits for ids without rows to come to the host, or for answers to
-go back. The filter in host memory is what is saved and restored: its counts come back to be looked at.
+return. The filter in host memory is what is saved and restored: its counts come back to be looked at.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def device_filter(admission: AdmissionFilter | None, device: Device) -> DeviceFi
         return None
     if admission.away is None and not admission.lent:
         with suppress(torch.OutOfMemoryError):
-            admission.away = DeviceFilter(admission, admission._core, device)  # type: ignore[arg-type]
+            admission.away = DeviceFilter(admission, admission._core, device)
     away = admission.away
     return away if isinstance(away, DeviceFilter) and away.device == device else None
 

@@ -819,8 +819,8 @@ class CapturedStep:
     def _make_ready(self, work: _Work, rates: Floats) -> _Work:
         tables = self._tables
         tables._learn()
-        for one in tables._asking:
-            one.enter()
+        for asked in tables._asking:
+            asked.enter()
         work = tables._with_room(work, self.coming)
         data = rates.tobytes()
         if self._uploaded != data:
