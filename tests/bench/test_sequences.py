@@ -171,6 +171,13 @@ def test_padded_histories_have_the_states_of_the_encoder(kind: str) -> None:
         assert torch.allclose(model.padded_states(padded)[padded.real], model.states(jagged), atol=1e-6)
 
 
+def test_on_a_processor_a_batch_is_padded_to_its_longest_history() -> None:
+    steps = TrainedSteps.of(two_items(), torch.tensor([7, 12]), SMALL.max_length, CPU)
+    assert [steps.batch(torch.tensor(rows)).items.shape[1] for rows in ([0, 1], [1, -1], [-1])] == [7, 4, 1]
+    none = MODELS["sasrec"](2, SMALL).loss(steps.batch(torch.tensor([-1])))
+    assert float(none.detach()) == 0  # users of one event have no step to train on
+
+
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_a_row_that_fills_a_batch_changes_no_loss(kind: str) -> None:
     steps = TrainedSteps.of(two_items(), torch.tensor([7, 12]), SMALL.max_length, CPU)
