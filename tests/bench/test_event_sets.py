@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,6 +59,30 @@ def test_parts_are_put_together_and_rare_users_and_items_are_left_out(small: Pat
     )
     assert found.counts["kept_events"] == 25
     assert "GroupLens" in found.licence
+
+
+def test_the_command_measures_a_ready_model_on_it_with_mean_and_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(user, (user + at) % 8, 10 * user + at) for user in range(8) for at in range(5)]
+    sha256 = archive_of(tmp_path, (rows[::3], rows[1::3], rows[2::3]))
+    monkeypatch.setattr(event_sets, "OMNIREC", replace(OMNIREC, sha256=sha256))
+    monkeypatch.setattr(event_sets, "SETS", {"ml-latest": replace(SETS["ml-latest"], counts=(8, 8, 40))})
+    words = ["--set", "ml-latest", "--folder", str(tmp_path), "--models", "gru4rec", "--tables"]
+    assert main(["experiment", "sequences", *words, "--seeds", "2", "--epochs", "1", "--json"]) == 0
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    assert (report["set"], report["tables"], report["counts"]["tests"]) == ("ml-latest", True, 8)
+    (result,) = report["results"]
+    reached = [seed["evaluations"][-1]["mrr"] for seed in result["seeds"]]
+    assert len(reached) == 2
+    assert 0 < min(reached) < max(reached) < 1
+    assert result["mean"]["mrr"] == pytest.approx(sum(reached) / 2)
+    assert result["error"]["mrr"] == pytest.approx((max(reached) - min(reached)) / 2)
+    assert "Part of MovieLens-Latest after 1 epochs of the ready models, with tables" in said.err
+    assert "±" in said.err
+    assert "Licence: GroupLens" in said.err
+    assert "Protocol: leave-one-out" in said.err
 
 
 def test_tests_without_a_known_order_are_counted(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -255,3 +256,28 @@ def test_numbers_below_one_are_refused(
 ) -> None:
     assert main(["experiment", "sequences", word, value]) != 0
     assert said in capsys.readouterr().err
+
+
+EXPECTED = json.loads((Path(__file__).parent / "expected_quality.json").read_text())
+"""HR@50 of next-item models with the published settings and seed 0."""
+FOLDER = os.environ.get("QUALITY_SETS")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(FOLDER is None, reason="no public sets: name a folder for them in QUALITY_SETS")
+@pytest.mark.parametrize(
+    "expected",
+    EXPECTED["sequences"],
+    ids=lambda one: f"{one['set']}-{one['model']}-{'tables' if one['tables'] else 'published'}",
+)
+def test_next_item_models_keep_their_quality_on_a_public_set(expected: dict[str, Any]) -> None:
+    log = event_sets.read_event_set(expected["set"], Path(str(FOLDER))).log
+    learner = NextItemLearner(expected["model"], log, 0, CPU, tables=expected["tables"])
+    for _ in range(expected["epochs"]):
+        learner.epoch()
+    found = learner.metrics()["hit_rate@50"]
+    assert found == pytest.approx(expected["hit_rate@50"], abs=EXPECTED["sequences_tolerance"]), (
+        f"{expected['model']} reaches HR@50 {found:.4f} on {expected['set']}, and reached "
+        f"{expected['hit_rate@50']:.4f} before. If the change is meant, measure it with `monolith experiment "
+        "sequences` and several seeds, and set the new value in expected_quality.json"
+    )
