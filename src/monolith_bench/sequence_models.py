@@ -1,9 +1,12 @@
 """The models of `monolith experiment sequences`, with the published settings, and the batches they read.
 
 Training pads the histories of a batch to one length: every step then has the same shapes, nothing in it waits
-for the device, and a GPU can replay it as one graph. `padded_states` computes with the layers of an encoder
-what the encoder itself computes for jagged histories; the steps behind the end of a history are never seen by
-those before, since attention is causal, and have no part in the loss. Evaluation calls the encoder itself.
+for the device, and a GPU can replay it as one graph. A processor pads only to the longest history of a batch,
+and computes no scores for padding: most histories of the larger sets have under ten steps.
+
+`padded_states` computes with the layers of an encoder what the encoder itself computes for jagged histories;
+the steps behind the end of a history are never seen by those before, since attention is causal, and have no
+part in the loss. Evaluation calls the encoder itself.
 """
 
 from __future__ import annotations
@@ -121,6 +124,9 @@ class TrainedSteps:
         chosen = rows.clamp(min=0)
         items, times = self.items[chosen], self.times[chosen]
         lengths = torch.where(rows >= 0, self.lengths[chosen], 0)
+        if rows.device.type == "cpu":
+            longest = max(1, int(lengths.max()))
+            items, times = items[:, : longest + 1], times[:, : longest + 1]
         steps = torch.arange(items.shape[1] - 1, device=rows.device)
         real = steps < lengths[:, None]
         return PaddedHistories(items[:, :-1], times[:, :-1], items[:, 1:], times[:, 1:], real)
@@ -230,16 +236,19 @@ class NextItemModel(nn.Module):
 
     def loss(self, batch: PaddedHistories) -> Tensor:
         """Return how badly the states pick the next items out of others that are drawn evenly."""
-        wanted, count = batch.next_items.reshape(-1, 1), self.items.num_embeddings
+        states, wanted, real = self.padded_states(batch).flatten(0, 1), batch.next_items.flatten(), batch.real
+        real, count = real.flatten(), self.items.num_embeddings
+        if states.device.type == "cpu":  # a GPU would have to wait for how many there are
+            states, wanted, real = states[real], wanted[real], real[real]
+        wanted = wanted[:, None]
         drawn = torch.randint(count - 1, (len(wanted), self._settings.negatives), device=wanted.device)
         drawn += drawn >= wanted  # never the wanted one: all others are as likely
         # The product with all items and a choice of its columns: the vectors of the drawn ones, gathered for
         # each step, would be 128 times as much memory as the states.
-        scores = self.padded_states(batch).flatten(0, 1) @ self.vectors().t()
+        scores = states @ self.vectors().t()
         chosen = scores.gather(1, torch.cat([wanted, drawn], 1)) / self._settings.temperature
         losses = -chosen.log_softmax(1)[:, 0]
-        real = batch.real.flatten()
-        return losses.where(real, 0.0).sum() / real.sum()
+        return losses.where(real, 0.0).sum() / real.sum().clamp(min=1)
 
     def queries(self, batch: Histories) -> Tensor:
         """Return the last state of each user: what the item behind the history is found by."""

