@@ -152,6 +152,9 @@ def test_looking_up_moves_no_row_and_reads_a_cold_one_once(table: TieredTable) -
     after = table.stats()
     assert (before.cold_rows, before.rows) == (after.cold_rows, after.rows)
     assert between.cold_bytes_read > before.cold_bytes_read
+    reads = between.cold_reads - before.cold_reads
+    assert 100 < reads <= (between.cold_bytes_read - before.cold_bytes_read) / 4096  # neighbours at once
+    assert after.cold_reads - between.cold_reads < reads / 4
     assert after.cold_found_in_memory - between.cold_found_in_memory > 800
     assert (before.is_tiered, after.tiered_ids - between.tiered_ids) == (True, 1000)
 

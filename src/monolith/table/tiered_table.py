@@ -364,6 +364,7 @@ class TieredTable:
                 cold_bytes=cold.bytes_files,
                 cold_found=cold.rows_found,
                 cold_found_in_memory=cold.rows_recent,
+                cold_reads=cold.reads,
                 cold_bytes_read=cold.bytes_read,
                 cold_bytes_written=cold.bytes_written,
                 compactions=cold.compactions,
