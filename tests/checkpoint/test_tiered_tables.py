@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from monolith.checkpoint import (
     reshard,
 )
 from monolith.errors import SaveError
-from monolith.table import NativeTable
+from monolith.table import Adagrad, NativeTable, Segment, TableConfig, TieredTable
+from monolith.table.row_streams import HASHES, DumpStep, newest_rows
 
 KEYS = range(200)
 
@@ -86,6 +89,88 @@ def test_a_restore_into_such_a_table_links_and_reads_no_row(folder: Path, writer
     }
     assert len(other.tables["user"]) == len(KEYS)
     assert other.state()["rows"] == run.state()["rows"]
+
+
+# What is read and written, by the count that the kernel keeps for the process
+
+MANY = 60_000
+ITEM = TableConfig(name="item", segments=(Segment(dim=32, optimizer=Adagrad(), learning_rate=0.1),))
+
+
+def moved(what: Callable[[], Any]) -> tuple[int, int]:
+    """Return how many bytes were read and written meanwhile, by all threads and by Python and C++ alike."""
+
+    def counts() -> tuple[int, int]:
+        said = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(said["rchar"]), int(said["wchar"])
+
+    before = counts()
+    what()
+    after = counts()
+    return after[0] - before[0], after[1] - before[1]
+
+
+@pytest.fixture
+def many(folder: Path) -> Iterator[TieredTable]:
+    """A table with MANY rows of 272 bytes, all but 500 of them in nine files."""
+    table = tiered_table(folder)
+    for some in torch.arange(MANY).split(5000):
+        table.apply_gradients(some, torch.ones(len(some), 32), event_time=some + 1, step=1)
+    table.flush()
+    yield table
+    table.close()
+
+
+def tiered_table(folder: Path) -> TieredTable:
+    config = replace(ITEM, storage="tiered", memory_bytes=64 << 20, storage_dir=str(folder.parent / "cold"))
+    return TieredTable(config, most_hot_rows=500)
+
+
+def checkpointer_of(table: Any, folder: Path) -> Checkpointer:
+    return Checkpointer(Saver(str(folder)), [TablesPart({"item": table})])
+
+
+needs_counts = pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="counts what a process reads by /proc/self/io, as Linux has it"
+)
+
+
+@needs_counts
+def test_saving_reads_the_directories_and_a_restore_them_and_no_row(folder: Path, many: TieredTable) -> None:
+    size, prefixes = many.stats().cold_bytes, list[str]()
+    assert size > MANY * 272
+    checkpointer = checkpointer_of(many, folder)
+    read, written = moved(lambda: prefixes.append(checkpointer.save(1)))
+    assert 0.05 * size < read < 0.1 * size  # 16 of 288 bytes of a row, and what else a checkpoint is
+    assert written < 0.03 * size  # the hot rows, and a bit for each of the others
+    other = tiered_table(folder)
+    read, written = moved(lambda: checkpointer_of(other, folder).restore(prefixes[0]))
+    assert read < 0.1 * size
+    assert written < 0.03 * size
+    assert len(other) == MANY
+    other.close()
+
+
+@needs_counts
+def test_what_reads_rows_of_linked_files_reads_each_once(folder: Path, many: TieredTable) -> None:
+    size = many.stats().cold_bytes
+    prefix = checkpointer_of(many, folder).save(1)
+    memory = NativeTable(ITEM)
+    assert moved(lambda: checkpointer_of(memory, folder).restore(prefix))[0] < 1.1 * size
+    assert len(memory) == MANY
+    assert moved(lambda: read_contents(prefix, verify=True))[0] < 1.1 * size
+    (manifest,) = folder.rglob("item.manifest")
+    dump = [[DumpStep(str(manifest).removesuffix(".manifest"))]]
+    for parts in (1, 2):  # as an export reads it, which finds the first row of its part by reading some
+        bounds = [HASHES * number // parts for number in range(parts + 1)]
+        found: list[int] = []
+
+        def walk(bounds: list[int] = bounds, found: list[int] = found) -> None:
+            for begin, end in pairwise(bounds):
+                found.extend(len(rows) for rows in newest_rows(dump, begin, end))
+
+        assert moved(walk)[0] < (1.05 if parts == 1 else 1.2) * size
+        assert sum(found) == MANY
 
 
 def test_retention_removes_links(folder: Path) -> None:

@@ -104,21 +104,25 @@ def test_rows_in_files_are_summed_over_the_servers_and_only_told_where_there_are
     tiers = TierStatus(
         rows=6_200_000,
         hot_rows=1_550_000,
+        memory_bytes=200 << 20,
         file_bytes=700 << 20,
         compactions=1,
         ids_per_s=1000.0,
         ids_read_per_s=25.0,
+        reads_per_s=2000.0,
         read_per_s=9 << 20,
         written_per_s=1 << 20,
     )
     text = drawn(job(process(), process("ps", 0, tiers=tiers), process("ps", 1, tiers=tiers)), width=200)
     (line,) = [line.strip() for line in text.splitlines() if "tiered tables" in line]
     assert line == (
-        "tiered tables: 12.4 M rows, 3,100,000 in memory, 1.367 GiB in files; 97% of lookups and updates "
-        "found theirs in memory; 18 MiB/s read, 2 MiB/s written; 2 files compacted"
+        "tiered tables: 12.4 M rows: 3,100,000 in memory (400 MiB), 9,300,000 in files (1.367 GiB); 97% of "
+        "lookups and updates read no file; 4,000 reads/s of 18 MiB/s, 2 MiB/s written; 2 files compacted"
     )
-    fresh = drawn(job(process(tiers=TierStatus(rows=5, hot_rows=5, file_bytes=0, compactions=0))))
-    assert "tiered tables: 5 rows, 5 in memory, 0 B in files" in map(str.strip, fresh.splitlines())
+    fresh = drawn(
+        job(process(tiers=TierStatus(rows=5, hot_rows=5, memory_bytes=80, file_bytes=0, compactions=0)))
+    )
+    assert "tiered tables: 5 rows: 5 in memory (80 B), 0 in files (0 B)" in map(str.strip, fresh.splitlines())
     assert "tiered" not in drawn(job(process(), process("ps"), process("ps", 1)))
 
 

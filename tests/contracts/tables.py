@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -50,6 +51,24 @@ class LinkingTieredTable(SmallTieredTable):
     def snapshot(self) -> TieredTableSnapshot:
         self.flush()
         return super().snapshot()
+
+
+class FilesTieredTable(SmallTieredTable):
+    """The same with every row in a file after each write, so that all that is read comes from files."""
+
+    def __init__(self, config: TableConfig, **others: Any) -> None:
+        super().__init__(config, **{"most_hot_rows": 1, **others})
+
+    @contextmanager
+    def _writing(self, ids: Tensor) -> Iterator[None]:
+        with super()._writing(ids):
+            yield
+        with self._open() as core:
+            self._make_room(core, 1)  # for a row more than there are: the last hot one leaves
+            core.flush()
+            while core.stats().bytes_buffers and not self._snapshots:  # rows of a compacted file
+                core.flush()
+            assert len(self._hot) == 0
 
 
 def narrow(cls: Any, dtype: EmbeddingDtype) -> Any:
@@ -144,8 +163,8 @@ def linking_three_tier_table_classes() -> list[Any]:
 
 
 def tiered_table_classes() -> list[Any]:
-    """Return tables that keep most rows in files."""
-    return [SmallTieredTable, LinkingTieredTable]
+    """Return tables that keep some rows in files, or all."""
+    return [SmallTieredTable, FilesTieredTable]
 
 
 def crowded_table_classes() -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from contracts.tables import (
+    LinkingTieredTable,
     crowded_table_classes,
     ids,
     narrow_table_classes,
@@ -48,6 +49,7 @@ Content = dict[int, tuple[int, list[float], list[float]]]
     params=[
         *table_classes(),
         *tiered_table_classes(),
+        LinkingTieredTable,
         *crowded_table_classes(),
         *roomy_table_classes(),
         *narrow_table_classes(),

@@ -436,6 +436,11 @@ class Model:
         return {key: row[1][0] for key, row in self.rows[TALLY].items()}
 
 
+def has_cold_rows(model: TrainedModel) -> bool:
+    """Whether a process has rows in files, or asks processes that have."""
+    return any(table.cold_rows for table in model.stats().values())
+
+
 def read_model(task: Task, model_dir: Path) -> Model:
     """Return the newest checkpoint of a model_dir, restored into this process."""
     config = TrainConfig(model_dir=str(model_dir))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from runtime.fleets import has_cold_rows
 from store.fleets import wait_until
 from torch import nn
 from train.published import OFTEN, Following, same_weights, values_of, without_state
@@ -30,6 +31,7 @@ from monolith.sync.channel import MemoryWriter, Unfinished
 from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.table import NativeTable, Sgd, iterate
 from monolith.train import AlertConfig, Hook, Mode, SaveConfig, TrainConfig
+from monolith.train.config import TablesConfig
 
 TASK = Clicks(batches=12)
 SELDOM = replace(OFTEN, interval=timedelta(hours=1))
@@ -82,9 +84,13 @@ def train(
     return last[0]
 
 
-def test_a_subscriber_ends_equal_to_the_trainer() -> None:
-    following = Following(TASK)
-    last = train(following)
+def test_a_subscriber_ends_equal_to_the_trainer(tables: TablesConfig, tmp_path: Path) -> None:
+    following, cold = Following(TASK), list[bool]()
+    if tables.storage == "tiered":
+        tables = replace(tables, storage_dir=str(tmp_path))
+    looks = {3: lambda run: cold.append(has_cold_rows(run.session.model))}
+    last = train(following, config=replace(QUIET, tables=tables), between=looks)
+    assert cold == [tables.storage == "tiered"]
     assert following.values == last.values
     assert sum(map(len, last.values.values())) > 100
     assert same_weights(following.dense, last.weights)

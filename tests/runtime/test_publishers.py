@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime.fleets import Tallied, read_model, run_fleet
+from runtime.fleets import Tallied, has_cold_rows, read_model, run_fleet
 from runtime.losing import LosingFleet, settings, wait_for
 from runtime.rank_runs import quiet, train_ranks
 from train.published import OFTEN, Following
@@ -18,6 +18,7 @@ from monolith.errors import UnavailableError, UnpublishedError
 from monolith.runtime import LocalRun, TrainReport
 from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.train import Hook, SaveConfig, TrainConfig
+from monolith.train.config import TablesConfig
 
 TASK = Tallied(batches=16)
 SELDOM = replace(OFTEN, interval=timedelta(hours=1), finish_timeout=timedelta(milliseconds=200))
@@ -37,8 +38,9 @@ def ends_equal(following: Following, model_dir: Path) -> None:
 class Watch(Hook):
     """Keeps what the process that leads hears of all holders."""
 
-    def __init__(self, run: LocalRun) -> None:
+    def __init__(self, run: LocalRun, tables: TablesConfig | None = None) -> None:
         self._run = run
+        self._is_tiered = tables is not None and tables.storage == "tiered"
         self.found: list[list[ShardPublishStatus]] = []
 
     def after_step(self, run: Any, result: Any) -> None:  # noqa: ARG002
@@ -49,6 +51,7 @@ class Watch(Hook):
         wait_for(lambda: len(publishing.execute(PublishOrder("status"))) == 2, "all to publish")
         order = PublishOrder("resume") if self.found else PublishOrder("hold", "for a moment")
         self.found.append(list(publishing.execute(order)))
+        assert has_cold_rows(self._run.session.model) == self._is_tiered
 
     def check(self) -> None:
         """See that both shares were held, and let go."""
@@ -58,12 +61,14 @@ class Watch(Hook):
         assert [one.held for one in resumed] == [False, False]
 
 
-def test_a_subscriber_of_two_parameter_servers_ends_equal_to_them(tmp_path: Path) -> None:
+def test_a_subscriber_of_two_parameter_servers_ends_equal_to_them(
+    tmp_path: Path, tables: TablesConfig
+) -> None:
     following = Following(TASK)
     watches: list[Watch] = []
 
     def watch(run: LocalRun) -> list[Hook]:
-        watches.append(Watch(run))
+        watches.append(Watch(run, tables))
         return list(watches)
 
     outcome = run_fleet(
@@ -73,6 +78,7 @@ def test_a_subscriber_of_two_parameter_servers_ends_equal_to_them(tmp_path: Path
         num_workers=2,
         hooks=lambda worker: () if worker else watch,
         publish=following.plan,
+        tables=tables,
     )
     assert outcome.chief.finished
     ends_equal(following, tmp_path)

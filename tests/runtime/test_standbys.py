@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.fleets import PATIENT, Tallied, read_model, run_config
+from runtime.fleets import PATIENT, Tallied, has_cold_rows, read_model, run_config
 from runtime.losing import LosingFleet, settings, wait_for
 from runtime.test_failover import At
 from torch import Tensor
@@ -25,6 +25,7 @@ from monolith.runtime.standbys import CopyPlan, StandbyCopy, describe_standbys
 from monolith.sync.publisher import Publisher
 from monolith.table import Rows, iterate
 from monolith.train import KeepConfig, SaveConfig, TrainConfig
+from monolith.train.config import TablesConfig
 from monolith.train.hook import DATA_ENDED
 
 TASK = Tallied(batches=14)
@@ -116,16 +117,19 @@ def same(some: dict[str, Rows], others: dict[str, Rows]) -> bool:
 
 @pytest.mark.parametrize("lost", [1, 0])
 def test_a_lost_server_is_served_from_its_copy_and_loses_what_came_after_it(
-    tmp_path: Path, lost: int
+    tmp_path: Path, lost: int, tables: TablesConfig
 ) -> None:
     copied: list[tuple[dict[str, Rows], bytes]] = []
     kept: list[tuple[_ShardInRun, dict[str, Rows]]] = []
     weights: list[bytes] = []
 
-    with standing_by(settings(tmp_path, save=SaveConfig(steps=3, retry_secs=0.01))) as fleet:
+    save = SaveConfig(steps=3, retry_secs=0.01)
+    with standing_by(settings(tmp_path, save=save, tables=tables)) as fleet:
 
         def copy() -> None:
             settle(fleet)
+            for held in (served(fleet, lost), copy_of(fleet, lost).held):
+                assert has_cold_rows(held.model) == (tables.storage == "tiered")
             copied.append((rows_of(served(fleet, lost)), served(fleet, lost).dense.dump()))
 
         def lose() -> None:

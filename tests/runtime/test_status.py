@@ -232,6 +232,7 @@ COLD = {
     "tiered_ids": 1000,
     "cold_found": 500,
     "cold_found_in_memory": 400,
+    "cold_reads": 1,
     "cold_bytes_read": 4096,
     "cold_bytes_written": 8192,
 }
@@ -240,6 +241,7 @@ LATER = COLD | {
     "tiered_ids": 3000,
     "cold_found": 700,
     "cold_found_in_memory": 560,
+    "cold_reads": 7,
     "cold_bytes_read": 12_288,
     "cold_bytes_written": 8192,
     "compactions": 2,
@@ -252,7 +254,9 @@ def test_a_worker_says_what_its_tiered_tables_have_in_files_and_how_often_they_r
     status.watch_worker(local)
     assert status.status().tiers is None  # all rows are in memory
     local.told.tables = {"item": stats(90, **COLD), "user": stats(5)}
-    assert status.status().tiers == TierStatus(rows=90, hot_rows=30, file_bytes=6000, compactions=0)
+    assert status.status().tiers == TierStatus(
+        rows=90, hot_rows=30, memory_bytes=30, file_bytes=6000, compactions=0
+    )
     clock.now += 2
     local.told.tables = {"item": stats(90, **LATER), "user": stats(5)}
     found = status.status()
@@ -260,17 +264,21 @@ def test_a_worker_says_what_its_tiered_tables_have_in_files_and_how_often_they_r
     assert found.tiers == TierStatus(
         rows=90,
         hot_rows=20,
+        memory_bytes=30,
         file_bytes=6000,
         compactions=2,
         ids_per_s=1000.0,
         ids_read_per_s=20.0,
+        reads_per_s=3.0,
         read_per_s=4096.0,
         written_per_s=0.0,
     )
     assert JobStatus.from_json(status.page()).processes[0].tiers is not None
-    local.told.tables = {"item": stats(90, device_rows=10, **LATER)}
+    local.told.tables = {"item": stats(90, device_rows=10, device_bytes=20, **LATER)}
     line = describe_tiers([status.status().tiers])
-    assert line.startswith("90 rows, 10 on the device, 10 in host memory, 5.859 KiB in files")
+    assert line.startswith(
+        "90 rows: 10 on the device (20 B), 10 in host memory (10 B), 70 in files (5.859 KiB)"
+    )
 
 
 def test_a_server_says_what_its_tiered_tables_have_in_files() -> None:
@@ -278,7 +286,9 @@ def test_a_server_says_what_its_tiered_tables_have_in_files() -> None:
     tiered = add_tiered([stats(3), stats(90, **COLD)])
     figures = ShardFigures("serving", step=0, rows=93, bytes=330, tiered=tiered)
     status.watch_server(SimpleNamespace(figures=lambda: figures), "10.0.0.1:4000")  # type: ignore[arg-type]
-    assert status.status().tiers == TierStatus(rows=90, hot_rows=30, file_bytes=6000, compactions=0)
+    assert status.status().tiers == TierStatus(
+        rows=90, hot_rows=30, memory_bytes=30, file_bytes=6000, compactions=0
+    )
 
 
 def test_a_run_without_a_model_dir_shows_its_status_on_request() -> None:

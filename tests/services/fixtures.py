@@ -14,6 +14,9 @@ from services.kafka import Kafka
 from services.ray import RayCluster, need_ray
 from services.zookeeper import ZooKeeper
 
+from monolith.table import TieredTable
+from monolith.train.config import TablesConfig
+
 
 @pytest.fixture(scope="session")
 def zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZooKeeper]:
@@ -53,3 +56,12 @@ def ray_cluster() -> Iterator[RayCluster]:
                 yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture(params=["memory", "tiered"])
+def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TablesConfig:
+    """Where the tables of a run keep their rows; tiered ones have room for three hot rows."""
+    if request.param == "memory":
+        return TablesConfig()
+    monkeypatch.setitem(TieredTable.__init__.__kwdefaults__, "most_hot_rows", 3)
+    return TablesConfig(storage="tiered", memory_bytes=4 << 20)

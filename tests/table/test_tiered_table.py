@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -152,6 +153,9 @@ def test_looking_up_moves_no_row_and_reads_a_cold_one_once(table: TieredTable) -
     after = table.stats()
     assert (before.cold_rows, before.rows) == (after.cold_rows, after.rows)
     assert between.cold_bytes_read > before.cold_bytes_read
+    reads = between.cold_reads - before.cold_reads
+    assert 100 < reads <= (between.cold_bytes_read - before.cold_bytes_read) / 4096  # neighbours at once
+    assert after.cold_reads - between.cold_reads < reads / 4
     assert after.cold_found_in_memory - between.cold_found_in_memory > 800
     assert (before.is_tiered, after.tiered_ids - between.tiered_ids) == (True, 1000)
 
@@ -393,6 +397,40 @@ def test_a_folder_that_is_being_made_is_not_taken_for_that_of_a_killed_process(
     assert [one.name for one in own.path.iterdir()] == ["lock"]
     own.remove()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_whose_maker_was_killed_is_removed_unless_another_is_being_made(
+    config: TableConfig, tmp_path: Path
+) -> None:
+    program = textwrap.dedent("""
+        import os, signal, sys
+        from monolith.table import Segment, TableConfig, TieredTable, tiered_table
+        tiered_table._locked = lambda _: os.kill(os.getpid(), int(sys.argv[2]))
+        TieredTable(TableConfig(
+            name="item", segments=(Segment(dim=16),), storage="tiered", memory_bytes=4 << 20,
+            storage_dir=sys.argv[1],
+        ))
+    """)
+    where = tmp_path / "cold"
+
+    def making(how: signal.Signals) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", program, str(where), str(int(how))])
+
+    assert making(signal.SIGKILL).wait(120) == -signal.SIGKILL
+    (left,) = where.iterdir()
+    assert left.suffix == ".new"
+    with making(signal.SIGSTOP) as stopped:
+        try:
+            os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+            made = {path for path in where.iterdir() if path.suffix == ".new"}
+            tiered_table._remove_ownerless(where)
+            assert {path for path in where.iterdir() if path.suffix == ".new"} == made
+        finally:
+            stopped.kill()
+    assert made
+    table = TieredTable(config)
+    assert list(where.iterdir()) == [table.folder]
+    table.close()
 
 
 def test_a_damaged_block_is_refused_by_file_and_offset(table: TieredTable) -> None:

@@ -110,10 +110,10 @@ def test_a_trainer_shows_the_processes_of_its_job_those_in_trouble_first() -> No
 
 
 def test_a_trainer_says_what_its_tiered_tables_have_in_files() -> None:
-    tiers = TierStatus(rows=90, hot_rows=30, file_bytes=2048, compactions=0)
+    tiers = TierStatus(rows=90, hot_rows=30, memory_bytes=512, file_bytes=2048, compactions=0)
     with shown(trained(Metrics()), process(tiers=tiers)) as url:
         assert ProcessSource("online", url).read().facts["tiered tables"] == (
-            "90 rows, 30 in memory, 2 KiB in files"
+            "90 rows: 30 in memory (512 B), 60 in files (2 KiB)"
         )
     with shown(trained(Metrics()), process()) as url:
         assert "tiered tables" not in ProcessSource("online", url).read().facts

@@ -30,7 +30,7 @@ from monolith import concurrency, filesystem
 from monolith.errors import MonolithError, RequestError, TransientFilesystemError
 from monolith.filesystem.backends import errors_as
 from monolith.observe import Doublings
-from monolith.observe.progress import describe_bytes, describe_count, describe_part
+from monolith.observe.progress import describe_bytes, describe_count, describe_part, describe_rate
 from monolith.wire.messages import Count, Name, Seconds, Text, read_message, write_message
 
 _log = logging.getLogger(__name__)
@@ -69,11 +69,16 @@ class TierStatus:
     """IDs that were looked up or written, per second."""
     ids_read_per_s: Seconds | None = None
     """Of these, the IDs whose row had to be read from a file."""
+    reads_per_s: Seconds | None = None
+    """Reads of files, most of them of one block, per second."""
     read_per_s: Seconds | None = None
     """Bytes that were read from files, per second."""
     written_per_s: Seconds | None = None
     device_rows: Count = 0
     """Of the hot rows, those on a device."""
+    device_bytes: Count = 0
+    memory_bytes: Count = 0
+    """Of the host: hot rows, the index of all others, and buffers."""
 
 
 def describe_tiers(tiers: Iterable[TierStatus | None]) -> str:
@@ -81,21 +86,32 @@ def describe_tiers(tiers: Iterable[TierStatus | None]) -> str:
     known = [one for one in tiers if one is not None]
     if not known:
         return ""
+    rows = sum(one.rows for one in known)
+    hot = sum(one.hot_rows for one in known)
+    there = sum(one.device_rows for one in known)
+    device_bytes = sum(one.device_bytes for one in known)
+    memory_bytes = sum(one.memory_bytes for one in known)
+    file_bytes = sum(one.file_bytes for one in known)
+    places = [
+        (there, "on the device", device_bytes),
+        (hot - there, "in host memory" if there else "in memory", memory_bytes),
+        (rows - hot, "in files", file_bytes),
+    ]
     ids = sum(one.ids_per_s or 0.0 for one in known)
     ids_read = sum(one.ids_read_per_s or 0.0 for one in known)
+    reads = sum(one.reads_per_s or 0.0 for one in known)
     read = sum(one.read_per_s or 0.0 for one in known)
     written = sum(one.written_per_s or 0.0 for one in known)
     compactions = sum(one.compactions for one in known)
-    there = sum(one.device_rows for one in known)
-    on_device = f"{describe_count(there)} on the device, " if there else ""
     parts = [
-        f"{describe_count(sum(one.rows for one in known))} rows, {on_device}"
-        f"{describe_count(sum(one.hot_rows for one in known) - there)} in {'host ' if there else ''}memory, "
-        f"{describe_bytes(sum(one.file_bytes for one in known))} in files",
-        f"{describe_part(max(1 - ids_read / ids, 0.0))} of lookups and updates found theirs in memory"
-        if ids
-        else "",
-        f"{describe_bytes(read)}/s read, {describe_bytes(written)}/s written"
+        f"{describe_count(rows)} rows: "
+        + ", ".join(
+            f"{describe_count(count)} {where} ({describe_bytes(size)})"
+            for count, where, size in places
+            if count or where != "on the device"
+        ),
+        f"{describe_part(max(1 - ids_read / ids, 0.0))} of lookups and updates read no file" if ids else "",
+        f"{describe_rate(reads, 'reads')} of {describe_bytes(read)}/s, {describe_bytes(written)}/s written"
         if any(one.read_per_s is not None for one in known)
         else "",
         f"{describe_count(compactions)} file{'' if compactions == 1 else 's'} compacted"

@@ -243,6 +243,7 @@ def _tiers(rates: Rates, tiered: TableStats | None) -> TierStatus | None:
         {
             "ids": tiered.tiered_ids,
             "ids_read": tiered.cold_ids_read,
+            "reads": tiered.cold_reads,
             "read": tiered.cold_bytes_read,
             "written": tiered.cold_bytes_written,
         }
@@ -254,7 +255,10 @@ def _tiers(rates: Rates, tiered: TableStats | None) -> TierStatus | None:
         compactions=tiered.compactions,
         ids_per_s=grown.get("ids"),
         ids_read_per_s=grown.get("ids_read"),
+        reads_per_s=grown.get("reads"),
         read_per_s=grown.get("read"),
         written_per_s=grown.get("written"),
         device_rows=tiered.device_rows,
+        device_bytes=tiered.device_bytes,
+        memory_bytes=tiered.bytes_total - tiered.device_bytes,
     )

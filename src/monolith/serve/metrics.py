@@ -9,11 +9,15 @@ from typing import Any
 
 from monolith import concurrency
 from monolith.observe.metrics import Metrics
+from monolith.observe.progress import describe_bytes, describe_part, describe_rate
 from monolith.serve.rows import ServedUpTo
 from monolith.sync.messages import PublishState
 from monolith.table.frozen_table import FrozenTables, RowReads
 
 _log = logging.getLogger("monolith.access")
+_reads_log = logging.getLogger(__name__)
+_SAY_EVERY = 60.0
+"""Seconds between two log lines about the rows of one model that were read from the disk."""
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 DIFFERENCE_BUCKETS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0)
@@ -151,9 +155,11 @@ class HistoryMetrics:
 
 
 class ReadMetrics:
-    """Metrics of rows of which memory has a part, by the name of their model or shard."""
+    """Metrics of rows of which memory has a part, by the name of their model or shard; the log has a line of
+    each from time to time."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = concurrency.monotonic) -> None:
+        self._clock = clock
         self._rows = metrics.counter(
             "serve_rows_found",
             "Rows looked up that were in memory (memory) or read from the disk (disk), if memory is limited",
@@ -165,6 +171,7 @@ class ReadMetrics:
             "serve_row_memory_bytes", "Memory for rows and their index, if memory is limited", ("model",)
         )
         self._last: dict[str, tuple[FrozenTables, RowReads]] = {}
+        self._unsaid: dict[str, tuple[float, RowReads]] = {}  # since then
 
     def count(self, model: str, tables: FrozenTables) -> None:
         """Count the reads since the last call; of tables that are new, since they were opened."""
@@ -175,12 +182,34 @@ class ReadMetrics:
         self._last[model] = (tables, now)
         if known is not tables:
             before = RowReads()
-        from_memory = now.in_memory - before.in_memory
-        self._rows.inc(from_memory, model=model, tier="memory")
-        self._rows.inc(now.found - before.found - from_memory, model=model, tier="disk")
-        self._reads.inc(now.reads - before.reads, model=model)
-        self._read_bytes.inc(now.bytes_read - before.bytes_read, model=model)
+        grown = now - before
+        self._rows.inc(grown.in_memory, model=model, tier="memory")
+        self._rows.inc(grown.found - grown.in_memory, model=model, tier="disk")
+        self._reads.inc(grown.reads, model=model)
+        self._read_bytes.inc(grown.bytes_read, model=model)
         self._memory.set(now.memory_bytes, model=model)
+        self._say(model, grown)
+
+    def _say(self, model: str, grown: RowReads) -> None:
+        """Log how many rows were in memory, once a minute; nothing of a minute without a row."""
+        now = self._clock()
+        since, counted = self._unsaid.get(model, (now, RowReads()))
+        counted += grown
+        if now - since < _SAY_EVERY:
+            self._unsaid[model] = (since, counted)
+            return
+        self._unsaid[model] = (now, RowReads())
+        if counted.found:
+            seconds = now - since
+            _reads_log.info(
+                "model %s: %s of %s rows were found in memory in the last %.0f s; %s of %s/s from the disk",
+                model,
+                describe_part(counted.in_memory / counted.found),
+                f"{counted.found:,}",
+                seconds,
+                describe_rate(counted.reads / seconds, "reads"),
+                describe_bytes(counted.bytes_read / seconds),
+            )
 
 
 class VersionStatistics:

@@ -65,6 +65,7 @@ def add_stats(found: Sequence[TableStats]) -> TableStats:
         cold_bytes=sum(one.cold_bytes for one in found),
         cold_found=sum(one.cold_found for one in found),
         cold_found_in_memory=sum(one.cold_found_in_memory for one in found),
+        cold_reads=sum(one.cold_reads for one in found),
         cold_bytes_read=sum(one.cold_bytes_read for one in found),
         cold_bytes_written=sum(one.cold_bytes_written for one in found),
         compactions=sum(one.compactions for one in found),

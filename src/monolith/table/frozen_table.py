@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import MappingProxyType
 from typing import BinaryIO, Literal
 
@@ -344,14 +344,11 @@ class RowReads:
     memory_bytes: int = 0
     """For the index and for rows."""
 
+    def __sub__(self, before: RowReads) -> RowReads:
+        return RowReads(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
     def __add__(self, other: RowReads) -> RowReads:
-        return RowReads(
-            self.found + other.found,
-            self.in_memory + other.in_memory,
-            self.reads + other.reads,
-            self.bytes_read + other.bytes_read,
-            self.memory_bytes + other.memory_bytes,
-        )
+        return RowReads(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 class FrozenTables:

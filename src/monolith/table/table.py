@@ -153,6 +153,8 @@ class TableStats:
     """Cold rows that lookups and updates found."""
     cold_found_in_memory: int = 0
     """Of these, rows that were about to be written, or had been read lately."""
+    cold_reads: int = 0
+    """Reads of files, each of a block, or of several that follow each other."""
     cold_bytes_read: int = 0
     """Bytes read from files."""
     cold_bytes_written: int = 0

@@ -364,6 +364,7 @@ class TieredTable:
                 cold_bytes=cold.bytes_files,
                 cold_found=cold.rows_found,
                 cold_found_in_memory=cold.rows_recent,
+                cold_reads=cold.reads,
                 cold_bytes_read=cold.bytes_read,
                 cold_bytes_written=cold.bytes_written,
                 compactions=cold.compactions,
@@ -582,9 +583,10 @@ class _OwnFolder:
             _remove_ownerless(parent)
             # It gets its name once it is locked. Otherwise a table that is made at the same time could take
             # it for one without an owner, and remove it.
-            making = Path(tempfile.mkdtemp(prefix=f"{stem}-", suffix=".new", dir=parent))  # as 0700
-            self._lock = _locked(making)
-            self.path = making.rename(making.with_suffix(".cold"))
+            with _making(parent):
+                new = Path(tempfile.mkdtemp(prefix=f"{stem}-", suffix=".new", dir=parent))  # as 0700
+                self._lock = _locked(new)
+                self.path = new.rename(new.with_suffix(".cold"))
         except OSError as cause:
             raise FilesystemError(
                 cause.errno,
@@ -616,8 +618,27 @@ def _locked(folder: Path) -> IO[bytes] | None:
     return file
 
 
+@contextmanager
+def _making(parent: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Be the only one to make a folder in `parent`; yields False, without waiting, if another is."""
+    descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError:  # or this filesystem locks no folder
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
 def _remove_ownerless(parent: Path) -> None:
-    """Remove the folders of processes that were killed."""
+    """Remove the folders of processes that were killed, also while they made one."""
+    with _making(parent, wait=False) as alone:
+        for folder in parent.glob("*.new") if alone else ():
+            shutil.rmtree(folder, ignore_errors=True)
+            _log.info("removed %s: the process that made it is gone", folder)
     for folder in parent.glob("*.cold"):
         with suppress(FileNotFoundError):  # its owner, or another process, removes it now
             if not (folder / "lock").exists() or (lock := _locked(folder)) is None:

@@ -197,7 +197,7 @@ class ServeOptions:
     memory: str | None = None
     """Memory for the rows of each loaded model version and for finding them, such as 8GiB; by default as much
     as they need. With less, the rows that are asked for most are in memory, and all others are read from the
-    disk; /metrics says how many (serve.memory_bytes)."""
+    disk; the log and /metrics say how many (serve.memory_bytes)."""
     history_cache_bytes: int | None = None
     """Memory for encoded histories of users, in bytes, per process: for models whose items are ranked by the
     history of the user; by default 0, none (serve.history_cache_bytes)."""

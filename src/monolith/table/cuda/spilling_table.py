@@ -452,6 +452,7 @@ class SpillingTable:
                 cold_bytes=far.cold_bytes,
                 cold_found=far.cold_found,
                 cold_found_in_memory=far.cold_found_in_memory,
+                cold_reads=far.cold_reads,
                 cold_bytes_read=far.cold_bytes_read,
                 cold_bytes_written=far.cold_bytes_written,
                 compactions=far.compactions,

@@ -301,6 +301,7 @@ TIER_GAUGES = {
     "cold_bytes": ("cold_bytes", "Bytes of the files of cold rows"),
     "tiered_ids": ("tiered_ids", "IDs looked up or written"),
     "cold_ids_read": ("cold_ids_read", "IDs looked up or written whose row was read from a file"),
+    "cold_reads": ("cold_reads", "Reads of files of cold rows"),
     "cold_bytes_read": ("cold_bytes_read", "Bytes read from files of cold rows"),
     "cold_bytes_written": ("cold_bytes_written", "Bytes written to files of cold rows"),
     "compactions": ("compactions", "Files of cold rows that were compacted"),
