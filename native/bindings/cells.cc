@@ -96,11 +96,17 @@ class IdPacker {
     return nb::make_tuple(owned(std::move(found.ids)), owned(std::move(found.splits)));
   }
 
-  // (ids, splits, numbers, how many rows of each have none). Instead of splits: None if an id is odd, True if
-  // every cell has one id, since the caller then has them already.
+  // Of numbers: column, kind, how many a row has, and whether texts are read, with what between those of a
+  // list. Of times: column, and the members of `TimePlan`.
+  using Numbers = std::tuple<std::size_t, RowNumbers, std::size_t, bool, std::optional<char>>;
+  using Times = std::tuple<std::size_t, std::int64_t, bool, std::int64_t, std::int64_t>;
+
+  // (ids, splits, numbers, how many rows of each lack one, times). Instead of splits: None if an id is odd,
+  // True if every cell has one id, since the caller then has them already. Times are (seconds, splits or
+  // None if each row has one, forms); None if one is odd, or none are read.
   nb::tuple pack_rows(const nb::tuple& blocks, const std::optional<Column<std::int32_t>>& block_of,
                       const Column<std::int64_t>& rows, const std::vector<std::size_t>& ids,
-                      const std::vector<std::pair<std::size_t, RowNumbers>>& numbers) const {
+                      const std::vector<Numbers>& numbers, const std::optional<Times>& times) const {
     if (ids.size() != features_.size())
       throw std::invalid_argument("pack_rows: there must be a column for each feature");
     const RowPlaces places(blocks, block_of, rows);
@@ -108,6 +114,7 @@ class IdPacker {
     PackedIds packed;
     std::vector<float> out;
     std::vector<std::int64_t> missing;
+    std::optional<RowTimes> read_times;
     bool one_each = false;
     {
       GilReleased unlocked;
@@ -122,14 +129,31 @@ class IdPacker {
       }
       one_each = packed.ids.size() + 1 == packed.splits.size() &&
                  std::adjacent_find(packed.splits.begin(), packed.splits.end()) == packed.splits.end();
-      out.resize(numbers.size() * size);
-      for (const auto& [number, kind] : numbers)
-        missing.push_back(copy_row_numbers(kind, places.column(number), places.which(), places.rows(),
-                                           std::span(out).subspan(missing.size() * size, size)));
+      std::size_t total = 0;
+      for (const auto& one : numbers) total += std::get<2>(one) * size;
+      out.resize(total);
+      std::span<float> to(out);
+      for (const auto& [number, kind, width, reads_texts, separator] : numbers) {
+        const NumberPlan plan{kind, width, reads_texts, separator};
+        missing.push_back(copy_row_numbers(plan, places.column(number), places.which(), places.rows(),
+                                           to.first(width * size)));
+        to = to.subspan(width * size);
+      }
+      if (times) {
+        const auto& [number, per_second, iso_texts, oldest, latest] = *times;
+        read_times = read_row_times({per_second, iso_texts, oldest, latest}, places.column(number),
+                                    places.which(), places.rows());
+      }
     }
     nb::object splits = nb::none();
     if (packed.fine) splits = one_each ? nb::cast(true) : nb::cast(owned(std::move(packed.splits)));
-    return nb::make_tuple(owned(std::move(packed.ids)), splits, owned(std::move(out)), missing);
+    nb::object seconds = nb::none();
+    if (read_times) {
+      nb::object of_rows = nb::none();
+      if (!read_times->splits.empty()) of_rows = nb::cast(owned(std::move(read_times->splits)));
+      seconds = nb::make_tuple(owned(std::move(read_times->seconds)), of_rows, read_times->forms);
+    }
+    return nb::make_tuple(owned(std::move(packed.ids)), splits, owned(std::move(out)), missing, seconds);
   }
 
  private:
@@ -206,16 +230,18 @@ void bind_cells(nb::module_& m) {
            "(ids, splits) of a column for each feature: tensors of (values, splits of texts, splits of "
            "rows). None if something cannot be read, or is no plain tensor on the CPU.")
       .def("pack_rows", &IdPacker::pack_rows, "blocks"_a, "block_of"_a.noconvert().none(),
-           "rows"_a.noconvert(), "ids"_a, "numbers"_a,
+           "rows"_a.noconvert(), "ids"_a, "numbers"_a, "times"_a.none(),
            nb::sig("def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | "
                    "None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, "
-                   "RowNumbers]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, "
-                   "NDArray[numpy.float32], list[int]]"),
-           "(ids, splits, numbers, missing) of rows of blocks, given the column of each feature, and those "
-           "of numbers, which have one per row: NaN where a row has none. Splits are True if every cell has "
-           "one "
-           "id, None if an id cannot be read; `missing` is how many rows have no number, -1 if some cannot "
-           "be read.");
+                   "RowNumbers, int, bool, str | None]], times: tuple[int, int, bool, int, int] | None) -> "
+                   "tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, NDArray[numpy.float32], "
+                   "list[int], tuple[NDArray[numpy.int64], NDArray[numpy.int64] | None, int] | None]"),
+           "(ids, splits, numbers, missing, times) of rows of blocks, given the column of each feature; the "
+           "column, kind and count per row of numbers, whether texts are read and their separator; and the "
+           "column of times, per second (0: by size), ISO texts alone, the oldest and the latest second. "
+           "Splits are True if every cell has one id, None if an id cannot be read. A row without numbers "
+           "has NaN; `missing` is how many rows lack a number, -1 if some cannot be read. Times are "
+           "(seconds, splits if a row has none, forms), None if one cannot be read.");
   nb::enum_<RowNumbers>(m, "RowNumbers", "Which numbers a row may have, other than none.")
       .value("ANY", RowNumbers::kAny)
       .value("CLASSES", RowNumbers::kClasses);

@@ -3,8 +3,11 @@
 // The same as gathering the columns and packing those, without a column of the batch in between.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <vector>
 
 #include "cells.h"
 #include "row_gather.h"
@@ -22,10 +25,40 @@ enum class RowNumbers : std::uint8_t {
   kClasses,  // 0 or 1, or none
 };
 
-// Copies one number of each row to `out`, NaN where a row has none. Returns how many have none; -1 if a row
-// has several numbers, or one that may not be, and `out` means nothing then.
-std::int64_t copy_row_numbers(RowNumbers kind, std::span<const SourceColumn* const> column,
+struct NumberPlan {
+  RowNumbers kind = RowNumbers::kAny;
+  std::size_t width = 1;  // numbers of a row
+  // Whether texts are read as numbers, with this between those of a list.
+  bool reads_texts = false;
+  std::optional<char> separator = std::nullopt;
+};
+
+// Copies the numbers of each row to `out`, NaN where a row has none at all. Returns how many rows lack a
+// number; -1 if a row has another count of them, or one that may not be, and `out` means nothing then.
+std::int64_t copy_row_numbers(const NumberPlan& plan, std::span<const SourceColumn* const> column,
                               std::span<const std::int32_t> block_of, std::span<const std::int64_t> rows,
                               std::span<float> out);
+
+// How the times of events are read.
+struct TimePlan {
+  std::int64_t per_second = 0;  // what numbers count; 0 tells it by the size of each
+  bool iso_texts = false;       // whether texts must be in ISO 8601
+  std::int64_t oldest = 0;      // the least number of seconds that a larger unit may have
+  std::int64_t latest = 0;      // the last second that may be
+};
+
+struct RowTimes {
+  enum Form : std::uint32_t { kMilliseconds = 1, kMicroseconds = 2, kNanoseconds = 4, kIso = 8 };
+
+  std::vector<std::int64_t> seconds;
+  std::vector<std::int64_t> splits;  // of rows among them; empty if each row has one
+  std::uint32_t forms = 0;           // those that were recognised
+};
+
+// The Unix seconds of each row, at most one. None if a time is odd: no whole number of the unit, no date or
+// time of day in UTC as in 2024-05-01 or 2024-05-01T10:00:00Z, out of range, a float, or one of several.
+std::optional<RowTimes> read_row_times(const TimePlan& plan, std::span<const SourceColumn* const> column,
+                                       std::span<const std::int32_t> block_of,
+                                       std::span<const std::int64_t> rows);
 
 }  // namespace monolith

@@ -92,15 +92,73 @@ void numbers_are_one_for_each_row_or_none() {
   const SourceColumn block = floats(a, splits), ones = ints(whole, one), pair = ints(two, both);
   const SourceColumn* const blocks[] = {&block};
   std::vector<float> out(3);
-  CHECK(copy_row_numbers(RowNumbers::kAny, blocks, {}, Ids{2, 0, 1}, out) == 2);
+  CHECK(copy_row_numbers({}, blocks, {}, Ids{2, 0, 1}, out) == 2);
   CHECK(std::isnan(out[0]) && out[1] == 0.5F && std::isnan(out[2]));
   out.resize(1);
-  CHECK(copy_row_numbers(RowNumbers::kAny, blocks, {}, Ids{3}, out) == -1);
-  CHECK(copy_row_numbers(RowNumbers::kClasses, blocks, {}, Ids{0}, out) == -1);
+  CHECK(copy_row_numbers({}, blocks, {}, Ids{3}, out) == -1);
+  CHECK(copy_row_numbers({.kind = RowNumbers::kClasses}, blocks, {}, Ids{0}, out) == -1);
   const SourceColumn* const sevens[] = {&ones};
-  CHECK(copy_row_numbers(RowNumbers::kAny, sevens, {}, first, out) == 0 && out[0] == 7);
+  CHECK(copy_row_numbers({}, sevens, {}, first, out) == 0 && out[0] == 7);
   const SourceColumn* const pairs[] = {&pair};
-  CHECK(copy_row_numbers(RowNumbers::kAny, pairs, {}, first, out) == -1);
+  CHECK(copy_row_numbers({}, pairs, {}, first, out) == -1);
+}
+
+void wide_numbers_are_copied_whole_or_not_at_all() {
+  const std::vector<float> a{1, 2, 3, kNaN};
+  const Ids splits{0, 2, 2, 4}, three{0, 3}, rows{0, 1, 2}, inner{0, 7, 7, 9}, each{0, 1, 2, 3};
+  const SourceColumn block = floats(a, splits), long_row = floats(a, three);
+  const SourceColumn* const blocks[] = {&block};
+  std::vector<float> out(6);
+  CHECK(copy_row_numbers({.width = 2}, blocks, {}, rows, out) == 2);
+  CHECK(out[0] == 1 && out[1] == 2 && std::isnan(out[2]) && std::isnan(out[3]) && out[4] == 3);
+  const SourceColumn* const odd[] = {&long_row};
+  CHECK(copy_row_numbers({.width = 2}, odd, {}, Ids{0}, std::span(out).first(2)) == -1);
+  const SourceColumn text = texts("0.5| -1x|", inner, each);
+  const SourceColumn* const of_texts[] = {&text};
+  const NumberPlan reads{.width = 2, .reads_texts = true, .separator = '|'};
+  CHECK(copy_row_numbers(reads, of_texts, {}, Ids{0, 1}, std::span(out).first(4)) == 1);
+  CHECK(out[0] == 0.5F && out[1] == -1);
+  CHECK(copy_row_numbers(reads, of_texts, {}, Ids{2}, std::span(out).first(2)) == -1);
+  CHECK(copy_row_numbers({.width = 2}, of_texts, {}, Ids{0}, std::span(out).first(2)) == -1);
+}
+
+void times_are_seconds_of_any_unit() {
+  constexpr TimePlan kBySize{.oldest = 100'000'000, .latest = (std::int64_t{1} << 32) - 1};
+  const auto read = [](TimePlan plan, std::string_view text) {
+    const Ids inner{0, static_cast<std::int64_t>(text.size())}, one{0, 1};
+    const SourceColumn block = texts(text, inner, one);
+    const SourceColumn* const blocks[] = {&block};
+    const auto found = read_row_times(plan, blocks, {}, Ids{0});
+    return found && !found->seconds.empty() ? found->seconds[0] : -1;
+  };
+  for (const std::string_view text : {"1714557600", "1714557600123", "1714557600123456",
+                                      "1714557600123456789", "2024-05-01T10:00:00Z", "2024-05-01 10:00:00"})
+    CHECK(read(kBySize, text) == 1'714'557'600);
+  CHECK(read(kBySize, "2024-02-29") == 1'709'164'800);
+  for (const std::string_view text :
+       {"2023-02-29", "2024-05-01T24:00:00", "2024-05-01T10:00:00+02", "2024-05-01t10:00:00", "17x", "-5",
+        "1714557600.5", "12345678901234567890", "0000-00-00", "4294967296", " 5"})
+    CHECK(read(kBySize, text) == -1);
+  TimePlan milliseconds = kBySize, iso = kBySize;
+  milliseconds.per_second = 1'000;
+  iso.iso_texts = true;
+  CHECK(read(milliseconds, "1714557600123") == 1'714'557'600);
+  CHECK(read(milliseconds, "1714557600") == -1);
+  CHECK(read(iso, "1714557600") == -1 && read(iso, "2024-05-01") == 1'714'521'600);
+}
+
+void a_row_without_a_time_has_none() {
+  const Ids numbers{5, 7, 1'714'557'600'123}, splits{0, 1, 1, 2, 3}, two{0, 3}, rows{0, 1, 2, 3};
+  const SourceColumn block = ints(numbers, splits), several = ints(numbers, two);
+  const SourceColumn* const blocks[] = {&block};
+  const TimePlan plan{.oldest = 100'000'000, .latest = (std::int64_t{1} << 32) - 1};
+  const auto found = read_row_times(plan, blocks, {}, rows);
+  CHECK(found && found->seconds == (Ids{5, 7, 1'714'557'600}) && found->splits == (Ids{0, 1, 1, 2, 3}));
+  CHECK(found->forms == RowTimes::kMilliseconds);
+  const auto each = read_row_times(plan, blocks, {}, Ids{2, 0});
+  CHECK(each && each->splits.empty() && each->seconds == (Ids{7, 5}));
+  const SourceColumn* const odd[] = {&several};
+  CHECK(!read_row_times(plan, odd, {}, Ids{0}));
 }
 
 }  // namespace
@@ -111,5 +169,8 @@ int main() {
       {"texts are hashed as gathered ones are", texts_are_hashed_as_gathered_ones_are},
       {"an id too large for its slot is odd", an_id_too_large_for_its_slot_is_odd},
       {"numbers are one for each row or none", numbers_are_one_for_each_row_or_none},
+      {"wide numbers are copied whole or not at all", wide_numbers_are_copied_whole_or_not_at_all},
+      {"times are seconds of any unit", times_are_seconds_of_any_unit},
+      {"a row without a time has none", a_row_without_a_time_has_none},
   });
 }

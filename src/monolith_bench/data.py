@@ -2,7 +2,8 @@
 
 The usual way to read messages is the `protobuf` package, one object per record; the usual
 way to read Parquet is pyarrow's `to_numpy`, column by column; and Python's `csv` module reads
-CSV, a list per record. All end with the same batches. The cost of turning raw columns into features is
+CSV, a list per record. All end with the same batches. Messages of Kafka are measured if there is a broker;
+see `data_kafka`. The cost of turning raw columns into features is
 measured against reading the same columns unchanged; see `data_features`.
 """
 
@@ -28,6 +29,7 @@ from monolith.errors import ConfigError
 from monolith.feature import Batch, make_fid
 from monolith.tensors import RaggedTensor
 from monolith_bench.data_features import measure_features
+from monolith_bench.data_kafka import measure_kafka
 from monolith_bench.options import BenchDataOptions
 from monolith_bench.report import Report, cores
 from monolith_bench.timing import Contender, Timing, race
@@ -82,6 +84,7 @@ def run(options: BenchDataOptions) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="monolith-bench-") as folder:
             measure(plan, report, folder)
+        measure_kafka(options, plan.spec, plan.batch, make_records(plan), report, plan.timing)
     finally:
         torch.set_num_threads(torch_threads)
     report.finish()

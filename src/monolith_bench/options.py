@@ -349,7 +349,7 @@ class BenchScaleOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchDataOptions:
-    """Measure reading files of each format into ready batches, compared with protobuf and pyarrow."""
+    """Measure reading files of each format, and Kafka, into ready batches, compared with the usual ways."""
 
     records: int = 100_000
     """The number of records in a file."""
@@ -361,6 +361,12 @@ class BenchDataOptions:
     """The number of threads, at most the machine's cores."""
     repeats: int = 5
     """The number of rounds, after one to warm up; the best counts."""
+    kafka: str | None = None
+    """The host:port of a Kafka broker, to read messages as well; by default they are left out."""
+    kafka_topic: str = "monolith-bench-data"
+    """The topic to send messages to and read them from; it is created if it is not there."""
+    kafka_settings: tuple[str, ...] = ()
+    """Settings of the Kafka client: key=value."""
     quick: bool = False
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False

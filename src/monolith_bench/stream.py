@@ -52,6 +52,7 @@ from monolith_bench.rivals import quiet_logs
 METRICS = ("auc", "log_loss", "ne")
 _HIDDEN = (128, 64)
 _READ_AHEAD = 2
+"""Batches that `to_batches` keeps ready."""
 _SQUARE = {"cpu": 1024, "cuda": 8192}
 """Rows of the square matrices whose product is the device's rate."""
 
@@ -206,8 +207,7 @@ class ListenTask(Task):
     def dataset(self, mode: Mode) -> Stream[Batch]:
         first, last = (0, self._day) if mode is Mode.TRAIN else (self._day + 1, self._day + 1)
         days = ListeningDays(self._log, self._plan.batch, first=first, last=last)
-        batches = Pipeline(days).to_batches(feature_spec(self._plan.max_length), threads=min(cores(), 4))
-        return batches.prefetch(_READ_AHEAD)
+        return Pipeline(days).to_batches(feature_spec(self._plan.max_length), threads=min(cores(), 4))
 
     def model(self) -> nn.Module:
         plan = self._plan

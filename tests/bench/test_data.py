@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from services import warm
+from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
+from services.servers import free_port
 
 from monolith.cli.main import main
+from monolith.data import ByWorker, KafkaConfig
 from monolith.data.formats import CsvFormat, ParquetFormat, TfRecordFormat
-from monolith_bench import data, data_features
+from monolith_bench import data, data_features, data_kafka
 from monolith_bench.options import BenchDataOptions
+from monolith_bench.report import Report
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,51 @@ def test_every_format_is_measured(report: dict[str, Any]) -> None:
     assert found["tf_example"]["baseline"] == "protobuf, tf_example"
     assert found["parquet"]["baseline"] == "pyarrow to_numpy, parquet"
     assert found["csv"]["baseline"] == "csv module, csv"
+
+
+def test_messages_of_kafka_are_left_out_without_a_broker_and_a_line_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = data.DataPlan.settle(BenchDataOptions(quick=True, records=20, features=2))
+    report = Report("data")
+    records = data.make_records(plan)
+    for options in (BenchDataOptions(), BenchDataOptions(kafka=f"127.0.0.1:{free_port()}")):
+        data_kafka.measure_kafka(options, plan.spec, 8, records, report, plan.timing)
+        assert "kafka: left out" in capsys.readouterr().err
+    assert report.results == []
+
+
+def test_messages_of_kafka_are_measured_and_both_ways_read_the_same(kafka: Kafka) -> None:
+    plan = data.DataPlan.settle(BenchDataOptions(quick=True, records=300, batch=128, features=3))
+    topic = kafka.create_topic(partitions=2)
+    settings = [f"consumer.{name}={value}" for name, value in CONSUMER_SETTINGS.items()]
+    settings += [f"producer.{name}={value}" for name, value in PRODUCER_SETTINGS.items()]
+    options = BenchDataOptions(kafka=kafka.address, kafka_topic=topic, kafka_settings=tuple(settings))
+    report = Report("data")
+    records = data.make_records(plan)
+    data_kafka.measure_kafka(options, plan.spec, plan.batch, records, report, plan.timing)
+    (client, ours) = report.results
+    assert (ours.case, ours.baseline, ours.unit) == ("kafka", client.case, "records/s")
+    assert ours.value
+    config = KafkaConfig(
+        servers=(kafka.address,),
+        topics=(topic,),
+        group="bench",
+        assignment=ByWorker(worker=0, num_workers=1),
+        settings=CONSUMER_SETTINGS,
+    )
+    found = []
+    for read in (data_kafka.with_source, data_kafka.with_client):
+        batches = list(read(config, plan.spec, 300))
+        found.append(
+            sorted(
+                [batch.ids[n].to_list()[i] for n in plan.spec.ids]
+                for batch in batches
+                for i in range(len(batch))
+            )
+        )
+        assert len(found[-1]) == 300
+    assert found[0] == found[1]
 
 
 def test_features_of_raw_columns_are_compared_with_reading_the_columns_alone(report: dict[str, Any]) -> None:

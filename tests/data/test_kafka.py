@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
+from math import inf
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -35,6 +37,7 @@ from monolith.data.kafka import (
     read_settings,
     string_column,
 )
+from monolith.data.kafka import source as kafka_source
 from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
 from monolith.observe import Metrics
 from monolith.tensors import RaggedTensor
@@ -1023,6 +1026,57 @@ def test_json_messages_need_columns_of_known_types() -> None:
         JsonMessages({})
     with pytest.raises(ConfigError, match="column 'a' must be int, float or str"):
         JsonMessages({"a": list})  # type: ignore[dict-item]
+
+
+# Runs of messages
+
+
+def test_messages_of_a_poll_cost_no_line_of_python_each(kafka: Kafka, send: Callable[..., None]) -> None:
+    topic = kafka.create_topic(partitions=2)
+    for partition in range(2):
+        send(topic, range(partition * 1000, partition * 1000 + 500), partition)
+    lines = 0
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != kafka_source.__file__:
+            return None
+        lines += event == "line"
+        return count
+
+    many = config(kafka, topic, poll_batch=1000, batch_wait=timedelta(seconds=5))
+    with KafkaSource(many, JsonMessages({"id": int}), metrics=Metrics()) as source:
+        batches = iter(source)
+        source.position()  # connects, which is not counted
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            found = ids(next(batches))
+        finally:
+            sys.settrace(before)
+        assert len(found) > 100
+        assert 0 < lines < 150, f"{lines} lines for {len(found)} messages"
+
+
+@pytest.mark.parametrize(
+    ("offsets", "begin", "end", "kept"),
+    [
+        ([5, 6, 7], 5, inf, [5, 6, 7]),
+        ([5, 6, 7], 6, inf, [6, 7]),
+        ([5, 6, 7], 5, 7, [5, 6]),
+        ([5, 8, 9], 5, inf, [5, 8, 9]),  # a compacted topic
+        ([5, 6, 5, 6, 7], 5, inf, [5, 6, 7]),  # assigned again within the poll
+        ([1, 1, 3], 0, inf, [1, 3]),
+        ([5, 6], inf, inf, []),  # not assigned
+    ],
+)
+def test_a_run_gives_each_message_that_is_to_be_read_once(
+    offsets: list[int], begin: float, end: float, kept: list[int]
+) -> None:
+    messages: list[Any] = [f"message {offset}" for offset in offsets]
+    run = kafka_source._Run(("clicks", 0), messages, offsets).within(begin, end)
+    assert run.offsets == kept
+    assert run.messages == [f"message {offset}" for offset in kept]
 
 
 # Histories

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,20 +12,28 @@ from typing import Any
 import pytest
 import torch
 from data.lists import ListSource, records
+from torch import nn
 
 from monolith.data import (
     BadRecord,
+    BatchSpec,
+    DataConfig,
     FileSource,
     Pipeline,
     Position,
+    Records,
     ShuffleConfig,
     make_batch,
 )
 from monolith.data.bad_values import BadTally
+from monolith.data.files.discovery import Watch
+from monolith.data.files.work_queue import LocalFileQueue
 from monolith.data.formats import CsvFormat
 from monolith.data.formats.memory import MemorySource
+from monolith.data.pipeline import Batches
 from monolith.errors import DataError, TooManyBadRecordsError
 from monolith.feature import Batch, FeatureSpec, FloatFeature, IdFeature, Label, hash_strings
+from monolith.train import Mode, Task
 
 SPEC = FeatureSpec(
     features={
@@ -195,7 +206,7 @@ def test_threads_change_neither_batches_nor_positions_nor_what_is_dropped(
 ) -> None:
     results = []
     for number in (0, threads):
-        batches = Pipeline(many(tmp_path, number)).to_batches(SPEC, threads=number).prefetch(min(number, 2))
+        batches = Pipeline(many(tmp_path, number)).to_batches(SPEC)
         results.append(
             (
                 [(as_lists(batch), batches.position()) for batch in batches],
@@ -207,12 +218,129 @@ def test_threads_change_neither_batches_nor_positions_nor_what_is_dropped(
     assert sum(len(ids) for (ids, *_), _ in results[0][0]) > 400
 
 
+COLUMNS = BatchSpec(ids=("item", "many"), floats={"price": 1}, event_time="at")
+
+
+@dataclass
+class Clicks(Task):
+    """A task in Python: files, shuffling and functions of its own."""
+
+    folder: Path
+    spec: BatchSpec | FeatureSpec
+    threads: int | None = None
+    ran_on: set[str] = field(default_factory=set)
+
+    def dataset(self, mode: Mode) -> Batches:  # noqa: ARG002
+        types = dict.fromkeys(("item", "many", "at", "other"), torch.int64) | {"price": torch.float32}
+        source = FileSource(
+            [str(path) for path in sorted(self.folder.glob("*.csv"))],
+            CsvFormat(types=types | {"label": torch.float32}, list_separator="|"),
+            batch_size=30,
+            epochs=2,
+            shuffle=ShuffleConfig(seed=5, buffer=64, piece_bytes=512),
+            threads=self.threads,
+        )
+        kept = Pipeline(source).filter(lambda records: records["item"].flat_values % 5 != 0)
+        return kept.map(self.with_other).rebatch(32).to_batches(self.spec)
+
+    def with_other(self, records: Records) -> Records:
+        self.ran_on.add(threading.current_thread().name)
+        item = records["item"]
+        return records.with_columns({"other": item.with_flat_values(item.flat_values * 3)})
+
+    def model(self) -> nn.Module:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def clicks(tmp_path: Path) -> Path:
+    for number in range(3):
+        rows = [
+            f"{n + 1000 * number},{n % 7 or ''},{n}|{n + 1},{n / 7},{1000 + n},{n % 2 if n % 51 else 'inf'}"
+            for n in range(1, 300)
+        ]
+        rows[17] = rows[17].replace(",1018,", ",-5,")  # a time that cannot be
+        (tmp_path / f"{number}.csv").write_text("\n".join(["item,other,many,price,at,label", *rows]) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        COLUMNS,
+        FeatureSpec(
+            features={"item": IdFeature(), "other": IdFeature(), "price": FloatFeature()},
+            event_time="at",
+            event_time_unit="s",
+        ),
+    ],
+    ids=["by columns", "by features"],
+)
+def test_a_task_in_python_has_the_same_batches_positions_and_drops_for_any_number_of_threads(
+    clicks: Path, spec: BatchSpec | FeatureSpec
+) -> None:
+    found = []
+    for threads in (0, 1, 2, 4, None):
+        batches = Clicks(clicks, spec, threads).dataset(Mode.TRAIN)
+        seen = [
+            (
+                one.ids.ids.tolist(),
+                one.ids.splits.tolist(),
+                one.floats["price"].tolist(),
+                one.label.tolist(),
+                None if one.ids.event_times is None else one.ids.event_times.tolist(),
+                batches.position(),
+            )
+            for one in batches
+        ]
+        found.append((seen, batches.bad_records()))
+    assert all(one == found[0] for one in found[1:])
+    assert len(found[0][0]) > 40
+    assert sum(found[0][1].values()) == 30  # 4 labels of inf and a time of each file, in each epoch
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_task_in_python_resumes_where_it_stopped_with_another_number_of_threads(
+    clicks: Path, threads: int
+) -> None:
+    everything = [one.ids.ids.tolist() for one in Clicks(clicks, COLUMNS, 0).dataset(Mode.TRAIN)]
+    first = Clicks(clicks, COLUMNS, threads).dataset(Mode.TRAIN)
+    seen = [one.ids.ids.tolist() for one in islice(first, 7)]
+    position = first.position()
+    first.close()
+    second = Clicks(clicks, COLUMNS, 2).dataset(Mode.TRAIN)
+    second.restore(position)
+    assert seen + [one.ids.ids.tolist() for one in second] == everything
+
+
+def test_a_task_in_python_reads_with_as_many_threads_as_one_of_a_config_file(clicks: Path) -> None:
+    files = [str(path) for path in clicks.glob("*.csv")]
+    many = DataConfig(path=str(clicks)).reading_threads
+    assert FileSource(files, CsvFormat(), batch_size=8).batch_threads == many
+    assert DataConfig(path=str(clicks / "*.csv"), threads=5).source(8).batch_threads == 5
+    assert Pipeline(FileSource(files, CsvFormat(), batch_size=8)).rebatch(4).batch_threads == many
+    task = Clicks(clicks, COLUMNS)
+    next(iter(task.dataset(Mode.TRAIN)))
+    assert task.ran_on == {"prefetch"}
+    task = Clicks(clicks, COLUMNS, 0)
+    next(iter(task.dataset(Mode.TRAIN)))
+    assert task.ran_on == {threading.current_thread().name}
+
+
+def test_no_batch_is_made_ahead_of_data_that_arrives_and_of_a_queue(clicks: Path) -> None:
+    watch = Watch(str(clicks / "*.csv"), stop_after=timedelta(0))
+    assert FileSource(watch, CsvFormat(), batch_size=8).batch_threads == 0
+    queue = LocalFileQueue([str(path) for path in clicks.glob("*.csv")])
+    assert FileSource(queue, CsvFormat(), batch_size=8).batch_threads == 0
+    assert Pipeline(ListSource([records(x=[[1]])])).batch_threads == 0
+
+
 def test_batches_made_ahead_come_again_after_a_restart_and_after_an_early_stop(tmp_path: Path) -> None:
     everything = [as_lists(batch) for batch in Pipeline(many(tmp_path, 0)).to_batches(SPEC)]
     batches = Pipeline(many(tmp_path, 2)).to_batches(SPEC, threads=3)
     seen = [as_lists(batch) for batch in islice(batches, 3)]
     position = batches.position()
-    resumed = Pipeline(many(tmp_path, 2)).to_batches(SPEC, threads=2).prefetch(2)
+    resumed = Pipeline(many(tmp_path, 2)).to_batches(SPEC, threads=2)
     resumed.restore(position)
     assert seen + [as_lists(batch) for batch in resumed] == everything
     assert seen + [as_lists(batch) for batch in batches] == everything

@@ -76,7 +76,7 @@ class CountingFiles(Counting):
         queue = SharedFileQueue(self.queue, lease=self.lease)
         starts = range(1, self.records + 1, self.file_records)
         queue.add([f"{first}-{min(first + self.file_records - 1, self.records)}" for first in starts])
-        source = FileSource(queue, NumberFiles(self.read_seconds), batch_size=self.batch_size)
+        source = FileSource(queue, NumberFiles(self.read_seconds), batch_size=self.batch_size, threads=0)
         return Pipeline(source).to_batches(SPEC)
 
 

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,11 +34,30 @@ from monolith.feature import Batch, FeatureSpec
 from monolith.feature.spec.reading import Reading
 
 
-class BatchStage(Stage[Batch, Records]):
-    """The stage that makes batches of records; one record batch becomes at most one batch."""
+class _Started(NamedTuple):
+    """Records that a thread works on, and the position after them."""
 
-    def __init__(self, source: Stream[Records]) -> None:
+    records: Records
+    reading: Future[Any]
+    position: Position
+
+
+class BatchStage(Stage[Batch, Records]):
+    """The stage that makes batches of records; one record batch becomes at most one batch.
+
+    With threads, the work on records that needs no order is done ahead, several batches at a time. What has
+    an order (which columns were seen, how many records were bad) is done here, batch by batch, so results do
+    not depend on the number of threads:
+
+        upstream ──records──► threads: _work ──in order──► bad records dropped, Batch
+
+    The upstream is then ahead of the consumer, so this stage keeps the position of the consumer itself.
+    """
+
+    def __init__(self, source: Stream[Records], threads: int) -> None:
         super().__init__(source)
+        self._threads = threads
+        self._position: Position | None = None  # of the consumer; None: that of the upstream
         self._resumed = False
         self._raw: PassThroughColumns | None = None
         self._dropped = BadTally()  # since the last time reading began
@@ -47,87 +66,25 @@ class BatchStage(Stage[Batch, Records]):
     def _maker(self) -> ColumnBatchMaker | SpecBatchMaker:
         """Return the batch maker of one iteration."""
 
-    def __iter__(self) -> Iterator[Batch]:
-        make = self._maker()
-        self._dropped = make.tally
-        with closed_after(self._source) as batches:
-            for records in batches:
-                made = make(records)
-                if made is not None:
-                    yield made
-        make.end()
-
-    def restore(self, position: Position) -> None:
-        super().restore(position)
-        self._resumed = True
-
-    def keep_columns(self, names: Sequence[str]) -> bool:
-        self._raw = PassThroughColumns(names)
-        return True
-
-    def bad_records(self) -> dict[str, int]:
-        return dict(Counter(super().bad_records()) + Counter(self._dropped.described()))
-
-
-class ColumnBatches(BatchStage):
-    """Batches by a `BatchSpec`."""
-
-    def __init__(self, source: Stream[Records], spec: BatchSpec) -> None:
-        super().__init__(source)
-        self._spec = spec
-        self._make = BatchMaker(spec)
-
-    def _maker(self) -> ColumnBatchMaker:
-        bad = BadValues(self._spec, self.reject, first_empty=self._source.find_empty_cell)
-        return ColumnBatchMaker(self._make, bad, self._raw)
-
-    def restore(self, position: Position) -> None:
-        super().restore(position)
-        self._make = BatchMaker(self._spec, resumed=True)
-
-    def allow_missing_labels(self) -> None:
-        super().allow_missing_labels()
-        labels = (column for column, _ in self._spec.labels.values())
-        optional = dict.fromkeys([*self._spec.optional, *labels])
-        self._spec = replace(self._spec, optional=tuple(optional))
-        self._make = BatchMaker(self._spec, resumed=self._resumed)
-
-
-class _Started(NamedTuple):
-    """Records that a thread makes features of, and the position after them."""
-
-    records: Records
-    reading: Future[Reading]
-    position: Position
-
-
-class SpecBatches(BatchStage):
-    """Batches by a `FeatureSpec`.
-
-    With threads, records are gathered, hashed and packed ahead, several batches at a time. What has an order
-    (which columns were seen, how many records were bad) is done here, batch by batch, so results do not
-    depend on the number of threads:
-
-        upstream ──records──► threads: RawReader.read ──in order──► bad records dropped, Batch
-
-    The upstream is then ahead of the consumer, so this stage keeps the position of the consumer itself.
-    """
-
-    def __init__(self, source: Stream[Records], spec: FeatureSpec, threads: int = 0) -> None:
-        super().__init__(source)
-        self._spec = spec
-        self._threads = threads
-        self._position: Position | None = None  # of the consumer; None: that of the upstream
+    @abstractmethod
+    def _work(self, records: Records) -> Any:
+        """Do the work on some records that needs no order; the maker takes the result. On any thread."""
 
     def __iter__(self) -> Iterator[Batch]:
         if not self._threads:
-            yield from super().__iter__()
+            make = self._maker()
+            self._dropped = make.tally
+            with closed_after(self._source) as batches:
+                for each in batches:
+                    made = make(each)
+                    if made is not None:
+                        yield made
+            make.end()
             return
         if self._position is not None and self._source.position() != self._position:
             self._source.restore(self._position)  # it was read further than was yielded
         make = self._maker()
         self._dropped = make.tally
-        read = self._spec.reader.read
         started: deque[_Started] = deque()
         pool = ThreadPoolExecutor(self._threads, "monolith-batch")
         try:
@@ -141,9 +98,8 @@ class SpecBatches(BatchStage):
                         if records is None:
                             ended = True
                         else:
-                            started.append(
-                                _Started(records, pool.submit(read, records), self._source.position())
-                            )
+                            reading = pool.submit(self._work, records)
+                            started.append(_Started(records, reading, self._source.position()))
                     if started:
                         one = started.popleft()
                         made = make(one.records, one.reading)
@@ -161,10 +117,56 @@ class SpecBatches(BatchStage):
     def restore(self, position: Position) -> None:
         super().restore(position)
         self._position = None
+        self._resumed = True
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         self._position = None
         return super().redistribute(positions, workers)
+
+    def keep_columns(self, names: Sequence[str]) -> bool:
+        self._raw = PassThroughColumns(names)
+        return True
+
+    def bad_records(self) -> dict[str, int]:
+        return dict(Counter(super().bad_records()) + Counter(self._dropped.described()))
+
+
+class ColumnBatches(BatchStage):
+    """Batches by a `BatchSpec`."""
+
+    def __init__(self, source: Stream[Records], spec: BatchSpec, threads: int = 0) -> None:
+        super().__init__(source, threads)
+        self._spec = spec
+        self._make = BatchMaker(spec)
+
+    def _work(self, records: Records) -> None:
+        next(iter(records.columns.values()), None)  # moves the values of all columns
+
+    def _maker(self) -> ColumnBatchMaker:
+        bad = BadValues(self._spec, self.reject, first_empty=self._source.find_empty_cell)
+        return ColumnBatchMaker(self._make, bad, self._raw)
+
+    def restore(self, position: Position) -> None:
+        super().restore(position)
+        self._make = BatchMaker(self._spec, resumed=True)
+
+    def allow_missing_labels(self) -> None:
+        super().allow_missing_labels()
+        labels = (column for column, _ in self._spec.labels.values())
+        optional = dict.fromkeys([*self._spec.optional, *labels])
+        self._spec = replace(self._spec, optional=tuple(optional))
+        self._make = BatchMaker(self._spec, resumed=self._resumed)
+
+
+class SpecBatches(BatchStage):
+    """Batches by a `FeatureSpec`."""
+
+    def __init__(self, source: Stream[Records], spec: FeatureSpec, threads: int = 0) -> None:
+        super().__init__(source, threads)
+        self._spec = spec
+
+    def _work(self, records: Records) -> Reading:
+        return self._spec.reader.read(records)
 
     def _maker(self) -> SpecBatchMaker:
         return SpecBatchMaker(
@@ -195,7 +197,14 @@ class ColumnBatchMaker:
     def tally(self) -> BadTally:
         return self._bad.tally
 
-    def __call__(self, records: Records) -> Batch | None:
+    def __call__(self, records: Records, moved: Future[None] | None = None) -> Batch | None:
+        """Return a batch of the good records; None if all are bad.
+
+        Args:
+            moved: Is done when a thread has moved the values of the records, if one does.
+        """
+        if moved is not None:
+            moved.result()
         good = self._bad.good(records)
         if len(records) and not len(good):
             return None

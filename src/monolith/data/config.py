@@ -55,8 +55,6 @@ FormatName = Literal[
 ]
 """The names of `FORMATS`."""
 
-_MOST_THREADS = 16
-"""Threads that read ahead by default: more wait for each other's turn in Python."""
 _AT_ONCE = 1 << 14
 """Records of a batch when files are only looked through."""
 _LOOK_EVERY = timedelta(seconds=1)
@@ -336,13 +334,9 @@ class DataConfig(Checked):
     @property
     def reading_threads(self) -> int:
         """How many threads parse: `threads`, settled for this machine."""
-        from monolith.observe.machine import usable_cores
+        from monolith.data.files.reading_ahead import default_threads
 
-        if self.threads is not None:
-            return self.threads
-        # Not all cores: the threads of torch and of tables spin for a moment when they have no work, and a
-        # thread that reads on the same core makes a step wait for the other half of a parallel loop.
-        return min(max(usable_cores() * 3 // 4, 1), _MOST_THREADS)
+        return default_threads() if self.threads is None else self.threads
 
     def at_rest(self) -> DataConfig:
         """Return the training data that is there now, which ends.

@@ -9,7 +9,6 @@
         .rebatch(512)
         .with_progress()
         .to_batches(spec)
-        .prefetch(4)
     )
     for batch in batches: ...
     saved = batches.position()
@@ -44,6 +43,9 @@ from monolith.observe.progress import describe_amount, describe_rate, describe_s
 from monolith.tensors import Prefetched, prefetch
 
 Item = TypeVar("Item")
+
+_BATCHES_AHEAD = 2
+"""Batches that are ready when threads make them: more would only be memory."""
 
 Map = Callable[[Records], Records]
 Predicate = Callable[[Records], Tensor]
@@ -158,7 +160,7 @@ class Pipeline(Stage[Records, Records]):
         """Read up to so many batches ahead in a thread of its own; 0 for none."""
         return Pipeline(_Ahead(self._source, batches))
 
-    def to_batches(self, spec: BatchSpec | FeatureSpec, *, threads: int = 0) -> Batches:
+    def to_batches(self, spec: BatchSpec | FeatureSpec, *, threads: int | None = None) -> Batches:
         """Turn records into the input of a model: columns of ids and numbers by a `BatchSpec`, raw ones by a
         `FeatureSpec`.
 
@@ -169,14 +171,19 @@ class Pipeline(Stage[Records, Records]):
         `BatchSpec.optional`.
 
         Args:
-            threads: How many gather, hash and pack batches ahead, by a `FeatureSpec`; 0 does it when a batch
-                is asked for. Batches are the same. Add `prefetch` to run the stages before it ahead, too.
+            threads: How many gather, hash and pack batches ahead; the stages before it then run ahead in a
+                thread of their own. 0 does all of it when a batch is asked for. None takes as many as read
+                the files, and 0 for data that arrives as it happens, a queue of files, and sources of your
+                own. Batches, their order and positions do not depend on it.
         """
+        threads = self._source.batch_threads if threads is None else threads
         if threads < 0:
             raise ConfigError(f"pipeline: threads must be 0 or more, got {threads}")
         if isinstance(spec, FeatureSpec):
-            return Batches(SpecBatches(self._source, spec, threads))
-        return Batches(ColumnBatches(self._source, spec))
+            batches = Batches(SpecBatches(self._source, spec, threads))
+        else:
+            batches = Batches(ColumnBatches(self._source, spec, threads))
+        return batches.prefetch(_BATCHES_AHEAD) if threads else batches
 
     def __iter__(self) -> Iterator[Records]:
         return iter(self._source)

@@ -291,8 +291,8 @@ def _common_kinds(parts: Sequence[Records], columns: Iterable[str]) -> Mapping[s
 
 def text_rows(texts: Sequence[bytes]) -> RaggedTensor:
     """Return strings as rows of bytes: uint8 of ragged rank 1, the values of a column of strings."""
-    flat = torch.from_numpy(np.frombuffer(b"".join(texts), np.uint8).copy())
-    lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+    flat = torch.from_numpy(np.frombuffer(bytearray().join(texts), np.uint8))
+    lengths = torch.from_numpy(np.fromiter(map(len, texts), np.int64, len(texts)))
     return RaggedTensor.from_row_lengths(flat, lengths, validate=False)
 
 

@@ -229,6 +229,14 @@ class Stream(ABC, Generic[Item_co]):
         return None
 
     @property
+    def batch_threads(self) -> int:
+        """How many threads may make batches of its records ahead of their use, if `to_batches` does not say.
+
+        0 unless a source overrides it: reading ahead is not for every source, as one of live events.
+        """
+        return 0
+
+    @property
     def repeats_order(self) -> bool:
         """Whether a restored source yields the remaining records in exactly the order of before.
 
@@ -492,6 +500,10 @@ class Stage(Stream[Item_co], Generic[Item_co, In]):
     @property
     def live(self) -> bool | None:
         return self._source.live
+
+    @property
+    def batch_threads(self) -> int:
+        return self._source.batch_threads
 
     @property
     def repeats_order(self) -> bool:

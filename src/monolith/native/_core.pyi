@@ -1094,9 +1094,9 @@ class IdPacker:
         (ids, splits) of a column for each feature: tensors of (values, splits of texts, splits of rows). None if something cannot be read, or is no plain tensor on the CPU.
         """
 
-    def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, RowNumbers]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, NDArray[numpy.float32], list[int]]:
+    def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, RowNumbers, int, bool, str | None]], times: tuple[int, int, bool, int, int] | None) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, NDArray[numpy.float32], list[int], tuple[NDArray[numpy.int64], NDArray[numpy.int64] | None, int] | None]:
         """
-        (ids, splits, numbers, missing) of rows of blocks, given the column of each feature, and those of numbers, which have one per row: NaN where a row has none. Splits are True if every cell has one id, None if an id cannot be read; `missing` is how many rows have no number, -1 if some cannot be read.
+        (ids, splits, numbers, missing, times) of rows of blocks, given the column of each feature; the column, kind and count per row of numbers, whether texts are read and their separator; and the column of times, per second (0: by size), ISO texts alone, the oldest and the latest second. Splits are True if every cell has one id, None if an id cannot be read. A row without numbers has NaN; `missing` is how many rows lack a number, -1 if some cannot be read. Times are (seconds, splits if a row has none, forms), None if one cannot be read.
         """
 
 class RowNumbers(enum.Enum):

@@ -215,12 +215,8 @@ class ConfigTask(Task):
         spec = self._read_by
         if mode is Mode.PREDICT:  # what is to be predicted may have labels, and need not
             spec = replace(spec, optional=tuple(dict.fromkeys([*spec.optional, *spec.targets])))
-        threads = self.data.batch_threads
-        if not threads:
-            return self.records(mode).to_batches(spec)
-        # A thread of its own runs the stages before the batches, so that the thread that looks rows up finds
-        # batches ready. Two are enough: more would only be memory.
-        return self.records(mode).to_batches(spec, threads=threads).prefetch(2)
+        # Said here, because a data service in place of the files does not know how many.
+        return self.records(mode).to_batches(spec, threads=self.data.batch_threads)
 
     @cached_property
     def _read_by(self) -> FeatureSpec:

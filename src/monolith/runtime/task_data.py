@@ -69,6 +69,7 @@ class TaskData:
         from monolith.data.files.source import FileSource
 
         options = {name: value for name, value in self.options.items() if name not in _OF_ONE_READER}
+        options = {"threads": 0, **options}  # a data worker reads several files at a time instead
         types = options.pop("types", None)
         return FileSource(
             [path],

@@ -12,6 +12,7 @@ from data.lists import records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monolith import native
 from monolith.data import Records
 from monolith.errors import DataError
 from monolith.feature import (
@@ -337,6 +338,128 @@ def test_features_read_at_once_are_those_read_one_by_one(rows: list[Any], fids: 
             assert ids(quickly.batch(), name) == ids(slowly.batch(), name)
         for name in one.floats:
             assert torch.equal(quickly.floats[name], slowly.floats[name])
+
+
+_TIMES = st.one_of(
+    st.integers(-5, 5),
+    st.sampled_from([10**8, 10**11, 10**14, 10**17]).flatmap(lambda n: st.integers(n - 2, n + 2)),
+    st.integers(10**9, 2 * 10**9).flatmap(lambda n: st.sampled_from([n, n * 10**3, n * 10**6, n * 10**9])),
+    st.sampled_from([(1 << 32) - 1, 1 << 32, (1 << 63) - 1, -(1 << 63)]),
+)
+_ISO = ["2024-05-01", "2024-05-01T10:00:00", "2024-02-30", "2024-05-01 23:59:59Z", "1969-12-31", "0001-01-01"]
+_OTHER = [
+    "2024-05-01T10:00:00+02:00",
+    "2024-05-01T10:00:00.5",
+    "12.5",
+    "1714557600.9",
+    "word",
+    "",
+    " 7",
+    "+7",
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.just([]) | st.lists(_TIMES, min_size=1, max_size=1), min_size=1, max_size=4)
+    | st.lists(st.lists(_TIMES, max_size=2), min_size=1, max_size=4),
+    st.lists(st.sampled_from([*_ISO, *_ISO, *_OTHER]), max_size=2),
+    st.booleans(),
+    st.sampled_from(["auto", "iso", "s", "ms", "us", "ns"]),
+    st.lists(
+        st.lists(st.floats(width=32), min_size=2, max_size=2) | st.lists(st.floats(width=32), max_size=3),
+        min_size=1,
+        max_size=3,
+    ),
+    st.booleans(),
+)
+def test_times_and_wide_numbers_read_where_they_are_are_those_read_one_by_one(
+    times: list[Any], odd: list[str], as_texts: bool, unit: Any, pairs: list[Any], missing: bool
+):
+    size = max(len(times) + len(odd), len(pairs))
+    one = FeatureSpec(
+        features={
+            "item": IdFeature(),
+            "pair": FloatFeature(width=2, missing=0.0 if missing else None, scale="log"),
+            "text": FloatFeature(width=2, missing=0.0, separator="|"),
+            "one": FloatFeature(column="text_one", missing=0.0),
+            "items": SequenceFeature(length=3, times="at_items"),
+        },
+        labels={},
+        event_time="at",
+        event_time_unit=unit,
+    )
+    if as_texts:
+        rows = [[str(time).encode() for time in row] for row in times] + [[text.encode()] for text in odd]
+    else:
+        rows = times
+    texts = [[b"|".join(str(number).encode() for number in row)] for row in pairs]
+    given = records(
+        item=[[number] for number in range(size)],
+        at=rows + [[rows[0][0]] if rows[0] else []] * (size - len(rows)),
+        pair=pairs + [[1.0, 2.0]] * (size - len(pairs)),
+        text=texts + [[b"1|2"]] * (size - len(texts)),
+        text_one=[[b"3"], *[[b"0.5"]] * (size - 1)],
+        items=[[1, 2]] * size,
+        at_items=[[1714557600, 1714557601]] * size,
+    )
+    unmoved = given.take(torch.arange(size))
+    assert unmoved.unmoved is not None
+    straight, slowly = one.reader.read(unmoved), one.reader.read(given)
+    assert straight.bad == slowly.bad
+    assert straight.empty == slowly.empty
+    assert straight.event_times is not None
+    assert torch.equal(straight.event_times, slowly.event_times)
+    for name, numbers in slowly.floats.items():
+        assert torch.equal(straight.floats[name].nan_to_num(-9), numbers.nan_to_num(-9))
+    if not slowly.bad:
+        for name in one.ids:
+            assert straight.ids_of(name).to_list() == slowly.ids_of(name).to_list()
+
+
+@pytest.mark.parametrize(
+    "at", [[[5], [6], []], [[b"1714557600"], [b""], [b"9"]], [[b"2024-05-01"], [b"2024-05-01T10:00:00Z"], []]]
+)
+def test_times_wide_numbers_and_numbers_in_texts_are_read_without_moving_a_column(
+    at: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    one = FeatureSpec(
+        features={
+            "item": IdFeature(),
+            "pair": FloatFeature(width=2, missing=0.0),
+            "text": FloatFeature(separator="|", width=3, missing=0.0),
+        },
+        labels={"y": Label()},
+        event_time="at",
+    )
+    some = records(
+        item=[[1], [2], [3]],
+        pair=[[1.0, 2.0], [], [3.0, 4.0]],
+        text=[[b"1|2|3"], [b"4|5|6"], [b""]],
+        y=[[1.0], [0.0], [1.0]],
+        at=at,
+    )
+    wanted = one.make(some)
+    rows = some.take(torch.arange(3))
+    monkeypatch.setattr(native, "gather_rows", lambda *_: pytest.fail("a column was moved"))
+    batch = one.make(rows)
+    assert batch.ids.event_times is not None
+    assert torch.equal(batch.ids.event_times, wanted.ids.event_times)
+    assert batch.ids.event_time == wanted.ids.event_time
+    assert batch.floats["pair"].tolist() == [[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]]
+    assert batch.floats["text"].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [0.0, 0.0, 0.0]]
+
+
+def test_the_form_of_times_that_the_core_recognises_is_said_once(caplog: pytest.LogCaptureFixture):
+    one = spec(event_time="at", item=IdFeature())
+    some = records(item=[[1], [2]], at=[[b"1714557600000"], [b"2024-05-01"]])
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            one.make(some.take(torch.arange(2)))
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        "column 'at': its times are recognised as Unix milliseconds",
+        "column 'at': its times are recognised as texts in ISO 8601, UTC without a zone",
+    ]
 
 
 def test_plain_features_are_read_at_once():

@@ -20,11 +20,22 @@ from typing import Generic, NamedTuple, Self, TypeVar
 from monolith.concurrency import Future, ThreadPoolExecutor
 from monolith.data.format import Chunk
 from monolith.data.records import Records
+from monolith.observe.machine import usable_cores
 
 T = TypeVar("T")
 
+_MOST_THREADS = 16
+"""More wait for each other's turn in Python."""
+
 AHEAD_BYTES = 256 << 20
 """Memory of what is read ahead of its turn, about."""
+
+
+def default_threads() -> int:
+    """Return how many threads read by default: three of four cores of the machine, up to 16."""
+    # Not all cores: the threads of torch and of tables spin for a moment when they have no work, and a
+    # thread that reads on the same core makes a step wait for the other half of a parallel loop.
+    return min(max(usable_cores() * 3 // 4, 1), _MOST_THREADS)
 
 
 def ahead_of(threads: int, result_bytes: int) -> int:

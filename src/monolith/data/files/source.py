@@ -36,6 +36,7 @@ from monolith.data.files.leased import LeasedFiles
 from monolith.data.files.order import FileOrder, ListedFiles, ReadProgress, Step, WatchedFiles
 from monolith.data.files.pieces import ShuffleCursor, ShuffledPieces
 from monolith.data.files.reading import FileReader
+from monolith.data.files.reading_ahead import default_threads
 from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Format
 from monolith.data.records import Records
@@ -84,8 +85,9 @@ class FileSource(Source, WorkQueueSource):
         max_wait: With a watch, how long the first record of a batch waits for the rest of it, before the
             batch is yielded as it is; None does not wait.
         clock: Seconds that only grow.
-        threads: How many parse files ahead; 0 parses in the thread that iterates. Records and their order do
-            not depend on it.
+        threads: How many parse files ahead, and make batches ahead if `to_batches` does not say; 0 does it in
+            the thread that iterates. None takes three of four cores of the machine, up to 16, as
+            `data.threads` of a config does. Records, batches and their order do not depend on it.
 
     Examples:
         >>> from pathlib import Path
@@ -118,8 +120,9 @@ class FileSource(Source, WorkQueueSource):
         max_wait: timedelta | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = concurrency.monotonic,
-        threads: int = 0,
+        threads: int | None = None,
     ) -> None:
+        threads = default_threads() if threads is None else threads
         if threads < 0:
             raise ConfigError(f"file source: threads must be 0 or more, got {threads}")
         if batch_size < 1:
@@ -634,6 +637,11 @@ class FileSource(Source, WorkQueueSource):
     @property
     def live(self) -> bool:
         return self._order.live
+
+    @property
+    def batch_threads(self) -> int:
+        # Live batches would be older when they are trained on; a queue takes records read for trained.
+        return 0 if self._paths is None else self._threads
 
     @property
     def trouble(self) -> str:

@@ -112,7 +112,7 @@ class PayloadParser:
 
     def __call__(self, payloads: list[bytes], /) -> tuple[Records, Sequence[BadRecord]]:
         """Return the records in order, and what could not be read: `place` is the position in `payloads`."""
-        lengths = np.array([len(payload) for payload in payloads], dtype=np.int64)
+        lengths = np.fromiter(map(len, payloads), np.int64, len(payloads))
         parts: list[Records] = []
         bad: list[BadRecord] = []
         dtypes: dict[str, torch.dtype] = {}

@@ -1,13 +1,13 @@
-"""Packing: plain features and labels of a whole batch in one call into the core.
+"""Packing: plain features, labels and event times of a whole batch in one call into the core.
 
 Most features are one column each, and most batches have nothing wrong in them. Those are read here, all at
 once, since a call for each column would cost more than its work. If anything is odd (a value that cannot be
 read, a column of another type, a missing number) it is not packed, and `RawReader` reads feature by feature:
 it finds the odd value and gives the same result for the rest.
 
-Records that were not moved yet (`UnmovedRows`) are read straight from the blocks that hold them, ids and
-numbers in one call, and none of their columns becomes an object of Python. Columns of tensors take a call for
-ids and one for numbers.
+Records that were not moved yet (`UnmovedRows`) are read straight from the blocks that hold them, ids,
+numbers and event times in one call, and none of their columns becomes an object of Python. Columns of tensors
+take a call for ids and one for numbers, of which there must be one in each row.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from monolith import native
 from monolith.feature.batches import FeatureIds, one_each_splits
 from monolith.feature.spec.kinds import BucketFeature, CrossFeature, FloatFeature, IdFeature
+from monolith.feature.spec.times import core_forms, core_plan
 from monolith.tensors import RaggedTensor
 
 if TYPE_CHECKING:
@@ -46,11 +47,22 @@ class PackedRecords(NamedTuple):
 
     ids: FeatureIds | None
     floats: dict[str, Tensor]
-    """Float features, before they are scaled: float32 (n, 1), NaN where a record has no number."""
+    """Float features, before they are scaled: float32 (n, width), NaN where a record has no number."""
     labels: dict[str, Tensor]
     """float32 (n,), by task."""
     missing: dict[str, int]
-    """Float feature to how many of its numbers are NaN, if some are."""
+    """Float feature to how many of its records lack a number, if some do."""
+    times: PackedTimes | None = None
+    """The times of events."""
+
+
+class PackedTimes(NamedTuple):
+    """Times that the core has read."""
+
+    seconds: RaggedTensor
+    """int64, Unix seconds, at most one of each record."""
+    forms: dict[str, str]
+    """See `ReadTimes.forms`."""
 
 
 class RawCells(NamedTuple):
@@ -90,10 +102,13 @@ class _RowPlan(NamedTuple):
 
     ids: list[int]
     """The column of each ID feature."""
-    numbers: list[tuple[int, native.RowNumbers]]
-    """The columns of float features, then of labels."""
+    numbers: list[tuple[int, native.RowNumbers, int, bool, str | None]]
+    """Of float features, then of labels: column, kind, width, and whether texts are read, with what
+    separator."""
     floats: tuple[str, ...]
     labels: tuple[str, ...]
+    times: tuple[int, int, bool, int, int] | None
+    """The column of event times, and how they are read; see `core_plan`."""
 
 
 def _plan_of(one: IdFeature | BucketFeature, slot: int | None) -> _Plan:
@@ -109,12 +124,22 @@ def _plan_of(one: IdFeature | BucketFeature, slot: int | None) -> _Plan:
     return (of_texts, of_ints, None, (), (), one.separator, slot)
 
 
+def _packed_times(seconds: NDArray[np.int64], splits: NDArray[np.int64] | None, forms: int) -> PackedTimes:
+    ends = one_each_splits(len(seconds)) if splits is None else torch.from_numpy(splits)
+    return PackedTimes(RaggedTensor(torch.from_numpy(seconds), ends, validate=False), core_forms(forms))
+
+
 class Packer:
     """Packs the plain features of one spec. Safe from any thread."""
 
     def __init__(self, spec: FeatureSpec) -> None:
         self._columns: dict[str, str] = {}
         self._floats: dict[str, FloatFeature] = {}
+        """Those of one number."""
+        self._numbers = {
+            name: one for name, one in spec.read_features.items() if isinstance(one, FloatFeature)
+        }
+        self._event_time, self._time_unit = spec.event_time, spec.event_time_unit
         self._apart: list[str] = []
         """Features that are not plain, crosses left out."""
         self.crosses: list[str] = []
@@ -150,10 +175,9 @@ class Packer:
 
     def left_by(self, ids: FeatureIds | None, floats: Collection[str]) -> Iterable[str]:
         """Return the features that were not packed, in their order, crosses left out."""
-        if ids is not None and len(floats) == len(self._floats):
-            return self._apart
         packed = {*(() if ids is None else ids.names), *floats}
-        return [name for name in self._all if name not in packed]
+        left = self._apart if ids is not None and self._floats.keys() <= packed else self._all
+        return [name for name in left if name not in packed]
 
     def rows(self, unmoved: UnmovedRows) -> PackedRecords | None:
         """Return what can be packed of rows that were not moved; None if they lack a column of an ID
@@ -165,19 +189,19 @@ class Packer:
         if plan is None:
             return None
         size = len(unmoved.rows)
-        flat_ids, splits, flat, counts = self._packer.pack_rows(
-            unmoved.blocks, unmoved.block_of, unmoved.rows, plan.ids, plan.numbers
+        flat_ids, splits, flat, counts, times = self._packer.pack_rows(
+            unmoved.blocks, unmoved.block_of, unmoved.rows, plan.ids, plan.numbers, plan.times
         )
         ids = None
         if splits is not None and self._names:
             ends = one_each_splits(len(flat_ids)) if isinstance(splits, bool) else torch.from_numpy(splits)
             ids = FeatureIds(self._names, torch.from_numpy(flat_ids), ends, size)
-        found = PackedRecords(ids, {}, {}, {})
-        each = torch.from_numpy(flat).view(len(counts), size).unbind(0) if counts else ()
+        found = PackedRecords(ids, {}, {}, {}, None if times is None else _packed_times(*times))
+        each = torch.split(torch.from_numpy(flat), [one[2] * size for one in plan.numbers]) if counts else ()
         of_floats = len(plan.floats)
         for name, one, missing in zip(plan.floats, each, counts, strict=False):
             if missing >= 0:
-                found.floats[name] = one.unsqueeze(1)
+                found.floats[name] = one.view(size, self._numbers[name].width)
             if missing > 0:
                 found.missing[name] = missing
         for task, one, missing in zip(plan.labels, each[of_floats:], counts[of_floats:], strict=True):
@@ -190,18 +214,23 @@ class Packer:
         """Return which columns of blocks are read, and as what."""
         if any(column not in numbers for column in self._columns.values()):
             return None
-        floats = {name: one.column or name for name, one in self._floats.items()}
+        floats = {name: one.column or name for name, one in self._numbers.items()}
         floats = {name: column for name, column in floats.items() if column in numbers}
         labels = {task: label.column or task for task, label in self._labels.items()}
         labels = {task: column for task, column in labels.items() if column in numbers}
         kinds = native.RowNumbers
-        read = [(numbers[column], kinds.ANY) for column in floats.values()]
+        read: list[tuple[int, native.RowNumbers, int, bool, str | None]] = []
+        for name, column in floats.items():
+            one = self._numbers[name]
+            read.append((numbers[column], kinds.ANY, one.width, True, one.separator))
         for task, column in labels.items():
             label = self._labels[task]
             is_class = label.loss == "binary" and label.at_least is None
-            read.append((numbers[column], kinds.CLASSES if is_class else kinds.ANY))
+            read.append((numbers[column], kinds.CLASSES if is_class else kinds.ANY, 1, False, None))
         ids = [numbers[column] for column in self._columns.values()]
-        return _RowPlan(ids, read, tuple(floats), tuple(labels))
+        place = None if self._event_time is None else numbers.get(self._event_time)
+        times = None if place is None else (place, *core_plan(self._time_unit))
+        return _RowPlan(ids, read, tuple(floats), tuple(labels), times)
 
     def request_plan(self, inputs: Sequence[tuple[str, native.WireType, bool]]) -> native.RequestPlan | None:
         """Return how the core packs requests with these inputs; None if a feature cannot be read of them.

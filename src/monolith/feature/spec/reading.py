@@ -39,7 +39,7 @@ from monolith.feature.spec.kinds import (
     Label,
     SequenceFeature,
 )
-from monolith.feature.spec.packing import PackedRecords, Packer, RawCells, UnmovedRows
+from monolith.feature.spec.packing import PackedRecords, PackedTimes, Packer, RawCells, UnmovedRows
 from monolith.feature.spec.problems import BadReason, EmptyCells
 from monolith.feature.spec.times import TIME, Recognised, read_times, split_texts, without_empty_texts
 from monolith.table.arguments import MAX_EVENT_TIME
@@ -243,7 +243,7 @@ class RawReader:
             rows = PackedRecords(self._packer.ids(records), self._packer.floats(records) or {}, {}, {})
         elif rows.ids is not None:
             records = records.glance()  # most columns were packed: of the rest, only those needed are moved
-        times = self._event_times(records, found)
+        times = self._event_times(records, found, rows.times)
         found.packed = rows.ids
         for name, given in rows.floats.items():
             one, missing = spec.features[name], rows.missing.get(name, 0)
@@ -532,10 +532,17 @@ class RawReader:
             )
         found.labels[task] = values
 
-    def _event_times(self, records: RawColumns, found: Reading) -> RaggedTensor | None:
+    def _event_times(
+        self, records: RawColumns, found: Reading, packed: PackedTimes | None = None
+    ) -> RaggedTensor | None:
         column = self._spec.event_time
         if column is None:
             return None
+        if packed is not None:
+            if packed.forms and self._spec.event_time_unit == "auto":
+                self._recognised.say(column, packed.forms, setting="event_time_unit")
+            found.event_times = packed.seconds.flat_values
+            return packed.seconds
         if column not in records.columns:
             return _empty(torch.int64, found.size)
         times = self._times(f"event time {column!r}", column, records[column], None, found)
@@ -563,7 +570,7 @@ class RawReader:
         given = _present(raw) if raw.dtype is torch.float32 else raw
         times = read_times(given, unit, separator)
         if unit == "auto":
-            self._recognised.say(column, times, setting="event_time_unit")
+            self._recognised.say(column, times.forms, setting="event_time_unit")
         if raw.dtype is torch.float32 and bool((times.seconds.flat_values > _EXACT).any()):
             self._recognised.warn_of_rounding(column)
         if bool(times.wrong.any()):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from collections.abc import Mapping
 from math import floor
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.tensors import RaggedTensor
 
 _log = logging.getLogger(__name__)
@@ -40,6 +42,9 @@ _OLDEST = 10**8
 """March 1973. A number that would be older in the smallest unit that it could be of is of a larger one."""
 _LONGEST = 40
 """Characters of a time, at most; ISO 8601 with nanoseconds and a zone has 35."""
+_ISO = "texts in ISO 8601, UTC without a zone"
+_FORM_OF = {name: {f"Unix {_UNITS[name]}": name} for name in ("ms", "us", "ns")} | {"iso": {_ISO: "iso"}}
+"""`ReadTimes.forms` of each unit that is not plain seconds, in the order of `RowTimes::Form`."""
 _ZONE = re.compile(rb"(?:[Zz]| ?(?:UTC|GMT)| ?([+-])(\d\d):?(\d\d)?)")
 
 
@@ -52,6 +57,20 @@ class ReadTimes(NamedTuple):
     """Bool for each value: whether it is no time at all."""
     forms: dict[str, str]
     """The recognised form, in plain words -> the `TimeUnit` that declares it; not plain seconds."""
+
+
+def core_plan(unit: TimeUnit) -> tuple[int, bool, int, int]:
+    """Return how the core reads times of a unit, as `native.IdPacker` has it."""
+    return 0 if unit == "auto" else _PER_SECOND.get(unit, 1), unit == "iso", _OLDEST, MAX_EVENT_TIME
+
+
+def core_forms(bits: int) -> dict[str, str]:
+    """Return the forms that the core recognised, as those of `ReadTimes`."""
+    found: dict[str, str] = {}
+    for place, form in enumerate(_FORM_OF.values()):
+        if bits >> place & 1:
+            found |= form
+    return found
 
 
 def read_times(raw: RaggedTensor, unit: TimeUnit = "auto", separator: str | None = None) -> ReadTimes:
@@ -107,7 +126,7 @@ class _Found:
                         seconds[these] = values[these] // per_second
                         last = values < _OLDEST * per_second * 1000 if name != "ns" else these
                         if bool((these & last).any()):
-                            self.forms[f"Unix {_UNITS[name]}"] = name
+                            self.forms |= _FORM_OF[name]
         else:
             per_second = _PER_SECOND[unit]
             seconds = values // per_second
@@ -168,7 +187,7 @@ class _Found:
         self.seconds[rows] = np.where(fine, seconds, 0)
         self.wrong[rows] = ~fine
         if bool(fine.any()):
-            self.forms["texts in ISO 8601, UTC without a zone"] = "iso"
+            self.forms[_ISO] = "iso"
 
 
 def _cut_zones(matrix: NDArray[np.uint8], fine: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -303,13 +322,14 @@ class Recognised:
             column,
         )
 
-    def say(self, column: str, times: ReadTimes, *, setting: str) -> None:
+    def say(self, column: str, forms: Mapping[str, str], *, setting: str) -> None:
         """Log what is new.
 
         Args:
+            forms: As of `ReadTimes`.
             setting: Declares it.
         """
-        for form, unit in times.forms.items():
+        for form, unit in forms.items():
             with self._lock:
                 if (column, form) in self._said:
                     continue
