@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -37,7 +37,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 from monolith.cuda import BatchVerdict, Device, DeviceGraph, DeviceStream, Kept, Landing, Sent, Transfers
 from monolith.errors import AcceleratorError
 from monolith.feature import Batch
-from monolith.feature.cuda import DeviceBatch
+from monolith.feature.cuda import DeviceBatch, DeviceIds
 from monolith.model.collection import EmbeddingCollection, PreparedBatch
 from monolith.model.optimizer import EmbeddingOptimizer
 from monolith.model.updates import UpdateConfig, clip, set_gradients
@@ -177,6 +177,11 @@ class _Shape:
                 None if given.ids.weights is None else torch.empty_like(given.ids.weights, device="meta")
             )
             hidden = replace(hidden, splits=splits, weights=weights)
+        there = {name: found for one in self.ids for name, found in one.kept_ids.items()}
+        if there:  # a model of histories gets what it reads on the device
+            times = next((one.event_times for one in self.ids if one.event_times is not None), None)
+            parts = {part.name: getattr(hidden, part.name) for part in fields(hidden)}
+            hidden = DeviceIds(**(parts | {"event_times": times}), there=there)
         self.batch = Batch(
             hidden,
             {name: next(numbers).view(one.shape) for name, one in given.floats.items()},
@@ -278,7 +283,7 @@ class StepGraph:
         self._kept: tuple[tuple[int, ...], Kept] | None = None
         self._host_steps: list[Tensor] = []
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
-        self.trouble: str | None = None
+        self.trouble = next(filter(None, map(_why_not_padded, self._collections)), None)
         self.captures = self.replays = 0
 
     @property
@@ -603,6 +608,15 @@ class StepGraph:
         self._sparse.zero_grad()
         if self._dense is not None:
             self._dense.zero_grad()
+
+
+def _why_not_padded(collection: EmbeddingCollection) -> str | None:
+    """Return why batches have no shape in common, if a layout has as many parts as a batch has IDs."""
+    plan, steps = collection.plan, collection.padded_steps
+    if not plan.jagged or not isinstance(steps, str):
+        return None
+    names = ", ".join(repr(plan.features[feature].name) for feature in plan.jagged)
+    return f"each ID of {names} is kept, so batches differ in size, and {steps}"
 
 
 def _store(collection: EmbeddingCollection) -> LocalStore:

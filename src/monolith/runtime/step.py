@@ -258,6 +258,8 @@ class TrainingStep:
         except AcceleratorError as why:
             self._say_not_captured(str(why))
             return None
+        if graph.trouble is not None:
+            self._say_not_captured(graph.trouble)
         for hot in graph.hot_rows:
             _log.info(
                 "the device has room for %s rows (train.device_memory_bytes); those not used for longest are "
