@@ -293,8 +293,8 @@ class ItemFrequency(nn.Module):
 
         Args:
             ids: int64 of shape (n,).
-            counted: bool of shape (n,): which of them are copies; by default all. The others must be repeats
-                of ids that are counted.
+            counted: bool of shape (n,): which of them are copies; by default all. Each of the rest
+                must be an id that is counted elsewhere.
         """
         self.step += 1
         ids = ids.to(self.seen.device)
