@@ -50,6 +50,7 @@ KINDS: dict[str, Any] = {
     "ranker, hstu": partial(SequenceRanker, FEATURES, encoder="hstu", **RANKS),
     "ranker, sasrec": partial(SequenceRanker, FEATURES, encoder="sasrec", **RANKS),
 }
+FEW = ["hstu", "sasrec", "ranker, hstu"]
 
 
 @pytest.fixture(params=device_names())
@@ -120,19 +121,19 @@ class TrainedOnHistories(Trained):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_steps_over_growing_histories_train_as_steps_one_by_one(device: Device, kind: str) -> None:
-    eager = TrainedOnHistories(device, kind, graphed=False).train(batches(40, bad=(9, 30)))
-    graphed = TrainedOnHistories(device, kind, graphed=True).train(batches(40, bad=(9, 30)))
+    eager = TrainedOnHistories(device, kind, graphed=False).train(batches(30, bad=(9, 25)))
+    graphed = TrainedOnHistories(device, kind, graphed=True).train(batches(30, bad=(9, 25)))
     assert graphed.graph is not None
     assert graphed.graph.trouble is None
     assert graphed.graph.replays >= 10
     for one in (eager, graphed):
-        assert [number for number, (trouble, _) in enumerate(one.said) if trouble] == [9, 30]
+        assert [number for number, (trouble, _) in enumerate(one.said) if trouble] == [9, 25]
     assert_same(eager, graphed, exact=False)
     losses = [[loss for trouble, loss in one.said if trouble is None] for one in (eager, graphed)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_two_runs_are_equal_to_the_bit(device: Device, kind: str) -> None:
     """With dropout and few negatives, which are drawn anew in each replay."""
     how: Any = {"dropout": 0.3} if "ranker" in kind else {"dropout": 0.3, "negatives": 8}
@@ -150,7 +151,7 @@ def test_two_runs_are_equal_to_the_bit(device: Device, kind: str) -> None:
         assert torch.equal(rows.values, rows_of(other)[name].values), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_a_replayed_step_waits_for_nothing(device: Device, kind: str) -> None:
     trained = TrainedOnHistories(device, kind, graphed=True, optimizer="sgd")
     trained.train(batches(16, first=20))
@@ -169,7 +170,7 @@ def test_a_replayed_step_waits_for_nothing(device: Device, kind: str) -> None:
         pytest.fail("no batch was replayed")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_a_batch_that_was_sent_may_be_trained_without_a_graph(device: Device, kind: str) -> None:
     """It was padded, and is read with its own number of steps."""
     there, plain = (TrainedOnHistories(device, kind, graphed=one) for one in (True, False))
@@ -179,7 +180,7 @@ def test_a_batch_that_was_sent_may_be_trained_without_a_graph(device: Device, ki
         assert sent.shape is not None
         loss, _ = there.outputs(_on(device, batch), there.graph.look_up(sent))
         expected, _ = plain.outputs(_on(device, batch), [plain.model.embeddings.prepare(batch)])
-        assert float(loss) == float(expected)
+        assert loss.item() == expected.item()
 
 
 def _on(device: Device, batch: Batch) -> Batch:
