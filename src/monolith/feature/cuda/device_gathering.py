@@ -175,9 +175,7 @@ class DeviceGatherer:
         for first, end, source in known.padding:
             staged.ids[first:end] = staged.ids[source]
             if known.weighs:
-                staged.weights[first:end] = (
-                    0  # memory that may hold anything, by which gradients are multiplied
-                )
+                staged.weights[first:end] = 0  # the memory may hold anything, such as NaN
         for part in known.kept:
             part.fill(staged.kept, batch.event_times if part.name is None else kept[part.name])
         if not one_each:
