@@ -370,7 +370,8 @@ class Histories(Spoiled):
     def model(self) -> nn.Module:
         make: Any = MODELS[self.kind]
         seen = Feature(name="seen", shares="item", combiner=Each())
-        how: dict[str, Any] = {"hidden": (4,)} if self.kind == "sequence_ranker" else {}
+        # By cosine, vectors that are still short would make immense gradients of differences in rounding.
+        how: dict[str, Any] = {"hidden": (4,)} if self.kind == "sequence_ranker" else {"similarity": "dot"}
         found: nn.Module = make(["item", seen], dim=4, layers=1, max_length=5, threads=1, **how)
         return found
 
