@@ -173,14 +173,16 @@ def test_a_replayed_step_waits_for_nothing(device: Device, kind: str) -> None:
 @pytest.mark.parametrize("kind", FEW)
 def test_a_batch_that_was_sent_may_be_trained_without_a_graph(device: Device, kind: str) -> None:
     """It was padded, and is read with its own number of steps."""
-    there, plain = (TrainedOnHistories(device, kind, graphed=one) for one in (True, False))
+    there, plain = (
+        TrainedOnHistories(device, kind, graphed=one).train(batches(3, first=12)) for one in (True, False)
+    )
     assert there.graph is not None
-    for batch in batches(3, first=12):
+    for batch in batches(3, first=15):
         sent = there.graph.send(batch)
         assert sent.shape is not None
         loss, _ = there.outputs(_on(device, batch), there.graph.look_up(sent))
         expected, _ = plain.outputs(_on(device, batch), [plain.model.embeddings.prepare(batch)])
-        assert loss.item() == expected.item()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 def _on(device: Device, batch: Batch) -> Batch:
