@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,7 +19,9 @@ from train.tasks import Clicks
 
 from monolith.cuda import Device
 from monolith.errors import DivergedError
-from monolith.feature import Batch, FeatureIds
+from monolith.feature import Batch, Each, FeatureIds
+from monolith.model import Feature, RetrievalModel
+from monolith.model.by_name import MODELS
 from monolith.observe import Metrics
 from monolith.runtime import Trainer
 from monolith.tensors import RaggedTensor
@@ -436,3 +438,76 @@ def test_a_subscriber_ends_equal_to_a_trainer_whose_rows_come_and_go(device: Dev
     trained = {name: {key: tuple(row[1]) for key, row in of.items()} for name, of in rows.found.items()}
     assert rows.far > 50
     assert following.values == trained
+
+
+@dataclass(frozen=True)
+class Histories(Spoiled):
+    """Users of whom it is known which items they have seen; a ranker has labels, other models have none."""
+
+    kind: Literal["hstu", "sasrec", "gru4rec", "sequence_ranker"] = "hstu"
+    batches: int = 16
+
+    def dataset(self, mode: Mode) -> Any:
+        draw = torch.Generator().manual_seed(3)
+        for batch in super().dataset(mode):
+            lengths = torch.randint(0, 5, (len(batch),), generator=draw)
+            seen = torch.randint(0, 40, (int(lengths.sum()),), generator=draw)
+            ids = FeatureIds.pack(
+                {"item": batch.ids["item"], "seen": RaggedTensor.from_row_lengths(seen, lengths)},
+                event_time=batch.ids.event_time,
+            )
+            yield Batch(ids, {}, batch.labels if self.kind == "sequence_ranker" else {})
+
+    def model(self) -> nn.Module:
+        make: Any = MODELS[self.kind]
+        seen = Feature(name="seen", shares="item", combiner=Each())
+        # By cosine, vectors that are still short would make immense gradients of differences in rounding.
+        how: dict[str, Any] = {"hidden": (4,)} if self.kind == "sequence_ranker" else {"similarity": "dot"}
+        item = Feature(name="item", occurrence_threshold=self.threshold)
+        found: nn.Module = make([item, seen], dim=4, layers=1, max_length=5, threads=1, **how)
+        return found
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        if not isinstance(model, RetrievalModel):
+            return super().outputs(model, batch)
+        picked = model.pick(batch)
+        return Outputs(picked.loss, {"click": picked.scores})
+
+    def metrics(self, mode: Mode) -> Sequence[str]:  # noqa: ARG002
+        return ()
+
+
+@pytest.mark.parametrize("kind", ["hstu", "sasrec", "gru4rec", "sequence_ranker"])
+def test_a_run_on_histories_is_replayed_unless_its_model_is_recurrent(
+    device: Device, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "monolith.runtime.step")
+    found, bad = [], (5,) if kind == "sequence_ranker" else ()
+    for graphs in (False, True):
+        rows, steps = Rows(), Steps()
+        report = run(device, Histories(kind=kind, bad=bad), rows, steps, step_graphs=graphs)
+        found.append((rows.found, steps.losses))
+        captured = graphs and kind != "gru4rec"
+        assert ("replayed as CUDA graphs, one launch each: batches of 16 with" in caplog.text) == captured
+        assert ("a GRU has a launch for each step" in caplog.text) == (graphs and kind == "gru4rec")
+        assert report.step == 16 - len(bad)
+    assert_same_rows(found[1][0], found[0][0])
+    if not bad:
+        assert found[1][1] == pytest.approx(found[0][1], rel=1e-4)
+
+
+def test_histories_whose_items_wait_for_admission_are_trained_one_by_one(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What pads a history lies between IDs, where an admission filter would count it."""
+    caplog.set_level(logging.INFO, "monolith.runtime.step")
+    found = []
+    for graphs in (False, True):
+        rows = Rows()
+        report = run(device, Histories(kind="sequence_ranker", threshold=2), rows, step_graphs=graphs)
+        assert report.replayed == (0 if graphs else None)
+        found.append(rows)
+    assert "the padding behind them would count as sightings of an ID" in caplog.text
+    assert_same_rows(found[1].found, found[0].found)
+    assert found[1].filtered == found[0].filtered
+    assert sum(found[0].filtered.values()) > 10

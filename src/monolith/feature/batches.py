@@ -172,9 +172,9 @@ class FeatureIds:
     def first(self, name: str) -> Tensor:
         """Return the first id of a feature in each example, int64 of shape (examples,); 0 where none is."""
         ids = self[name]
-        first = torch.zeros(ids.nrows, dtype=torch.int64)
-        some = ids.row_lengths() > 0
-        first[some] = ids.flat_values[ids.row_splits[:-1][some]]
+        padded = torch.cat([ids.flat_values, ids.flat_values.new_zeros(1)])
+        none = len(padded) - 1
+        first = padded[torch.where(ids.row_lengths() > 0, ids.row_splits[:-1], none)]
         return first if ids.nrows == len(self) else first.expand(len(self))
 
     def __len__(self) -> int:

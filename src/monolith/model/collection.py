@@ -44,7 +44,7 @@ from monolith.feature import (
     collect_tables,
     plan_layouts,
 )
-from monolith.feature.cuda import DeviceBatch, DeviceGatherer
+from monolith.feature.cuda import DeviceBatch, DeviceGatherer, PaddedSteps
 from monolith.feature.cuda.host_rows import HostRowBatch, HostRowGatherer
 from monolith.store import LocalStore, MakeStore, Store, TableIds
 from monolith.table.config import EmbeddingDtype, EmbeddingRounding, TableTiers
@@ -179,6 +179,9 @@ class EmbeddingCollection(nn.Module):
         self._held: _ReadyRows | None = None
         self._said_twice = False
         self._stand_in: StandIn | None = None
+        self.padded_steps: PaddedSteps | str = "the model does not say that it reads padded histories"
+        """What the model reads of histories that `send` pads; or why it takes none, as a clause for a log.
+        Only matters if a layout keeps each ID of a feature."""
 
     @property
     def store(self) -> Store:
@@ -322,7 +325,8 @@ class EmbeddingCollection(nn.Module):
     def send(self, batch: Input) -> DeviceBatch:
         """Start copying the IDs of a batch to the device that has the rows; from any thread.
 
-        Those of ragged features are padded, so that many batches have one shape: see `DeviceGatherer`.
+        Those of ragged features are padded, so that many batches have one shape: see `DeviceGatherer`. Where
+        each ID of a feature is kept, this needs `padded_steps`.
 
         Raises:
             FeatureError: Rows are not on a device.
@@ -330,7 +334,8 @@ class EmbeddingCollection(nn.Module):
         reader = self._reader()
         if not isinstance(reader, DeviceGatherer):
             raise FeatureError("the rows of this collection are in host memory: its IDs stay there")
-        return reader.read(_ids(batch), padded=True)
+        steps = self.padded_steps
+        return reader.read(_ids(batch), padded=True, steps=None if isinstance(steps, str) else steps)
 
     def prepare(self, batch: Input, found: GatheredBatch | None = None) -> PreparedBatch:
         """Look up the rows of a batch ahead of the step that uses it; from any thread.

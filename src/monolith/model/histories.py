@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monolith.errors import ConfigError, FeatureError
 from monolith.feature import Batch, Each, FeatureSpec, HistoryFeature
+from monolith.feature.cuda import DeviceIds, PaddedSteps
 from monolith.model.collection import PreparedBatch
 from monolith.model.features import FeatureSet
 from monolith.model.ready import ModelInput
+from monolith.nn import GRUEncoder
 from monolith.nn.layers.jagged_attention import sequence_of
 from monolith.tensors import RaggedTensor
 
@@ -109,6 +111,17 @@ def has_times(spec: FeatureSpec, history: str | None) -> bool:
     return all(spec.event_time in one.with_ for one in found)
 
 
+def padded_steps(encoder: nn.Module, steps: StepFeatures, read: Sequence[str] = ()) -> PaddedSteps | str:
+    """Return what a model reads of histories that are padded for a captured step; or why it takes none.
+
+    Args:
+        read: Features whose IDs it reads, besides times.
+    """
+    if isinstance(encoder, GRUEncoder):
+        return "a GRU has a launch for each step of the longest history, which the host must know"
+    return PaddedSteps((steps.history, *steps.companions, steps.history + TIME), tuple(read))
+
+
 def step_times(batch: ModelInput, history: str, row_splits: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return when each step of a history happened, and when its state is asked for.
 
@@ -139,12 +152,28 @@ def step_times(batch: ModelInput, history: str, row_splits: Tensor) -> tuple[Ten
     return times, torch.where(is_last, last, times.roll(-1))
 
 
-def graph_numbers(batch: ModelInput) -> Tensor | None:
-    """Return how far a graph pads histories, 0, 1 and so on; None if no graph is traced.
+def is_captured(batch: ModelInput) -> bool:
+    """Return whether a batch stands for all batches of a shape, in a step that is captured; see `StepGraph`.
 
-    While one is traced, a stand-in for the IDs of all batches has them; see `monolith.serve.tracing`.
+    Histories are padded then, sizes must not depend on values, and the host must not look at values.
+    """
+    return isinstance(batch.ids if isinstance(batch, Batch) else batch, DeviceIds)
+
+
+def graph_numbers(batch: ModelInput, max_length: int) -> Tensor | None:
+    """Return how far histories are padded, 0, 1 and so on; None if the host may look at lengths.
+
+    While a graph of torch.export is traced, a stand-in for the IDs of all batches has them; see
+    `monolith.serve.tracing`. A step that is captured for a GPU has kernels, which need none. An emulated
+    device has no kernels: it pads to the most steps that a history may have.
+
+    Args:
+        max_length: The most steps of a history.
     """
     ids = batch.ids if isinstance(batch, Batch) else batch
+    if isinstance(ids, DeviceIds):
+        where = ids[next(iter(ids.there))].row_splits.device
+        return None if where.type == "cuda" else torch.arange(max_length, device=where)
     found: Tensor | None = getattr(ids, "numbers", None)
     return found
 

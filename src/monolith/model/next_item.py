@@ -24,7 +24,16 @@ from torch import Tensor, nn
 from monolith.errors import ConfigError
 from monolith.feature import CONCAT, Batch, FeatureSpec, HistoryFeature, Layout
 from monolith.model.features import Feature
-from monolith.model.histories import TIME, graph_numbers, has_times, max_length_of, step_features, step_times
+from monolith.model.histories import (
+    TIME,
+    graph_numbers,
+    has_times,
+    is_captured,
+    max_length_of,
+    padded_steps,
+    step_features,
+    step_times,
+)
 from monolith.model.ready import MODEL_DEFAULTS, ModelInput, ModelInputs, ModelOptions
 from monolith.model.retrieval import PickedItems, RetrievalModel, Similarity, positive_examples
 from monolith.nn import (
@@ -34,7 +43,7 @@ from monolith.nn import (
     SASRecEncoder,
     sampled_softmax_loss,
 )
-from monolith.nn.layers.jagged_attention import positions_of
+from monolith.nn.layers.jagged_attention import positions_of, sequence_of
 from monolith.tensors import RaggedTensor
 
 Steps = Literal["all", "last"]
@@ -129,6 +138,7 @@ class NextItem(RetrievalModel):
             self.start = nn.Parameter(torch.empty(dim))
             nn.init.normal_(self.start, std=0.02)
         self.embeddings = inputs.embeddings(layouts)
+        self.embeddings.padded_steps = padded_steps(self.encoder, steps, [steps.item])
         self.frequency = ItemFrequency() if chosen["correction"] else None
         self.to(self.embeddings.device)
 
@@ -156,56 +166,76 @@ class NextItem(RetrievalModel):
         """
         read = self.embeddings(batch)
         history: RaggedTensor = read[self.step_features.history]
-        device = history.flat_values.device
-        # Vectors and IDs of the items of all steps, then of all examples.
+        device, row_splits = history.flat_values.device, history.row_splits
+        # Vectors and IDs of the items of all steps, then of all examples. A captured step has padding behind
+        # the last history: items that are not there, and queries that do not count.
         items = self.compared(torch.cat([history.flat_values, read[self.item_id]]))
-        steps = len(history.flat_values)
+        steps, numbers = len(history.flat_values), torch.arange(len(items), device=device)
         of_steps = batch.ids[self.step_features.history].flat_values
         ids = torch.cat([of_steps, batch.ids.first(self.item_id)]).to(device)
+        there = (numbers < row_splits[-1]) | (numbers >= steps)
         states = self._states(read, batch)
-        users = self._last(states, history.row_splits, len(batch))
-        own = positive_examples(batch).to(device).nonzero().flatten()
-        queries, wanted = users[own], steps + own
+        users = self._last(states, row_splits, len(batch))
+        queries, wanted, counts = users, numbers[steps:], positive_examples(batch, device)
         if self.steps == "all" and steps:
             # Every step but the last of its history wants the item of the next one.
-            inner = torch.ones(steps, dtype=torch.bool, device=device)
-            some = history.row_lengths() > 0
-            inner[history.row_splits[1:][some] - 1] = False
-            before = inner.nonzero().flatten()
-            queries = torch.cat([self.compared(states[before]), queries])
-            wanted = torch.cat([before + 1, wanted])
-        loss = self._picked(queries, wanted, items, ids)
+            behind = numbers[1 : steps + 1]
+            inner = there[:steps] & (behind != row_splits[sequence_of(row_splits, steps) + 1])
+            queries = torch.cat([self.compared(states), queries])
+            wanted, counts = torch.cat([behind, wanted]), torch.cat([inner, counts])
+        if not is_captured(batch):
+            of = counts.nonzero().flatten()
+            queries, wanted, counts = queries[of], wanted[of], counts[of]
+        loss = self._picked(queries, wanted, counts, items, ids, there, captured=is_captured(batch))
         return PickedItems(loss, self.score(users, items[steps:]))
 
-    def _picked(self, queries: Tensor, wanted: Tensor, items: Tensor, ids: Tensor) -> Tensor:
+    def _picked(
+        self,
+        queries: Tensor,
+        wanted: Tensor,
+        counts: Tensor,
+        items: Tensor,
+        ids: Tensor,
+        there: Tensor,
+        *,
+        captured: bool,
+    ) -> Tensor:
         """Return the loss of queries that each want one of the items.
 
         Args:
             queries: float of shape (queries, out).
             wanted: int64 of shape (queries,), among the items.
+            counts: bool of shape (queries,): which of them count.
             items: float of shape (items, out), with repeats.
             ids: int64 of shape (items,).
+            there: bool of shape (items,): which items are there. The last one is.
+            captured: Whether sizes must not depend on values.
         """
-        known, number = torch.unique(ids, return_inverse=True)
-        # Of equal items, the first stands for all.
-        first = torch.full_like(known, len(ids)).scatter_reduce(
-            0, number, torch.arange(len(ids), device=ids.device), "amin"
-        )
-        drawn = torch.randperm(len(known), device=ids.device)[: self.negatives]
-        scores = torch.cat(
-            [(queries * items[wanted]).sum(1, keepdim=True), queries @ items[first[drawn]].t()], 1
-        )
-        scores = scores / self.temperature
+        # Those that are there first, by ID. Of equal items, the first stands for all.
+        order = torch.argsort(ids, stable=True)
+        order = order[torch.argsort((~there[order]).to(torch.int8), stable=True)]
+        known, differs = ids[order], there[order]
+        differs[1:] &= known[1:] != known[:-1]
+        # As many as there may be are drawn of those that differ: what is drawn behind them is no candidate.
+        keys = torch.rand(len(ids), device=ids.device).masked_fill(~differs, 2.0)
+        many = len(ids) if captured else int(differs.sum())
+        drawn = torch.argsort(keys, stable=True)[: min(many, self.negatives)]
+        candidates, missing = order[drawn], ~differs[drawn]
+        own = (queries * items[wanted]).sum(1, keepdim=True)
+        scores = torch.cat([own, queries @ items[candidates].t()], 1) / self.temperature
         if self.frequency is not None:
             if self.training and torch.is_grad_enabled():
-                self.frequency.observe(known)
-            expected = self.frequency(known).to(scores)
-            drawn_expected = expected[drawn].expand(len(scores), -1)
-            scores = scores - torch.cat([expected[number[wanted], None], drawn_expected], 1)
-        hits = torch.cat(
-            [torch.zeros_like(wanted, dtype=torch.bool)[:, None], known[drawn] == ids[wanted, None]], 1
+                # An item that is not there counts as a repeat of one that is.
+                self.frequency.observe(torch.where(there[order], known, known[0]), differs)
+            expected = self.frequency(ids).to(scores)
+            drawn_expected = expected[candidates].expand(len(scores), -1)
+            scores = scores - torch.cat([expected[wanted, None], drawn_expected], 1)
+        hits = (ids[candidates] == ids[wanted, None]) | missing
+        hits = torch.cat([torch.zeros_like(wanted, dtype=torch.bool)[:, None], hits], 1)
+        losses = sampled_softmax_loss(
+            scores, torch.zeros_like(wanted), hits=hits, weights=counts.to(scores), reduction="sum"
         )
-        return sampled_softmax_loss(scores, torch.zeros_like(wanted), hits=hits)
+        return losses / counts.sum().clamp(min=1)
 
     def _users(self, read: Mapping[str, Any], batch: ModelInput, examples: int) -> Tensor:
         history: RaggedTensor = read[self.step_features.history]
@@ -230,7 +260,7 @@ class NextItem(RetrievalModel):
         return ()
 
     def _encoded(self, values: Tensor, row_splits: Tensor, batch: ModelInput) -> Tensor:
-        states: Tensor = self.encoder(values, row_splits, numbers=graph_numbers(batch))
+        states: Tensor = self.encoder(values, row_splits, numbers=graph_numbers(batch, self.max_length))
         return states
 
 
@@ -389,5 +419,5 @@ class HSTU(NextItem):
         times, asked = step_times(batch, self.step_features.history, row_splits)
         if times is None and self.encoder.time_buckets:
             times = asked = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
-        states: Tensor = self.encoder(values, row_splits, times, asked, graph_numbers(batch))
+        states: Tensor = self.encoder(values, row_splits, times, asked, graph_numbers(batch, self.max_length))
         return states

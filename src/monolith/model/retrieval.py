@@ -121,8 +121,8 @@ class RetrievalModel(nn.Module):
         return (users * items).sum(1) / self.temperature
 
 
-def positive_examples(batch: Batch) -> Tensor:
+def positive_examples(batch: Batch, device: torch.device) -> Tensor:
     """Return which examples are positive: by any of their labels, and all where there are none."""
     if not batch.labels:
-        return torch.ones(len(batch), dtype=torch.bool)
-    return torch.stack([label > 0 for label in batch.labels.values()]).any(0)
+        return torch.ones(len(batch), dtype=torch.bool, device=device)
+    return torch.stack([label > 0 for label in batch.labels.values()]).any(0).to(device)

@@ -29,6 +29,7 @@ from monolith.model.histories import (
     graph_numbers,
     has_times,
     max_length_of,
+    padded_steps,
     step_features,
     step_times,
 )
@@ -239,6 +240,7 @@ class SequenceRanker(LogitModel):
         layouts += [Layout("item", CONCAT, [slices[steps.item]])]
         layouts += [Layout("vectors", CONCAT, [slices[name] for name in plain])]
         super().__init__(inputs, layouts, dense)
+        self.embeddings.padded_steps = padded_steps(made, steps)
         self.step_features = steps
         """The features of the sequence."""
         self.segments = {"history": dim, **{name: widths[name] for name in plain}, **inputs.floats.widths}
@@ -266,14 +268,14 @@ class SequenceRanker(LogitModel):
         numbers = self.floats.read(batch, floats, self.embeddings.device)
         steps = self.step_features.read(read)
         rest = [read["vectors"]] if numbers is None else [read["vectors"], numbers]
-        ranked = encoded_histories(batch)
+        ranked, order = encoded_histories(batch), graph_numbers(batch, self.dense.encoder.max_length)
         if ranked is None:
             times = self._times(batch, steps, read["item"].shape[0])
-            logits: Tensor = self.dense(steps, read["item"], rest, times, graph_numbers(batch))
+            logits: Tensor = self.dense(steps, read["item"], rest, times, order)
             return logits
         times = self._times(batch, steps, steps.nrows)
         asked = None if times is None else (times[0], times[1][:, None])
-        items, order = read["item"][ranked.items], graph_numbers(batch)
+        items = read["item"][ranked.items]
         return self.dense.following(
             ranked.encoded, steps.row_splits, items, rest, asked, order, ranked.places
         )
@@ -282,7 +284,7 @@ class SequenceRanker(LogitModel):
         """Return the histories of a batch as its candidates read them, float of shape (steps, floats)."""
         steps = self.step_features.read(self.embeddings(batch))
         times, _ = step_times(batch, self.step_features.history, steps.row_splits)
-        encoded: Tensor = self.dense.encode(steps, times, graph_numbers(batch))
+        encoded: Tensor = self.dense.encode(steps, times, graph_numbers(batch, self.dense.encoder.max_length))
         return encoded
 
     def _times(self, batch: ModelInput, history: RaggedTensor, examples: int) -> tuple[Tensor, Tensor] | None:

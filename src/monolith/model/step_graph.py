@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn
 
@@ -38,7 +38,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 from monolith.cuda import BatchVerdict, Device, DeviceGraph, DeviceStream, Kept, Landing, Sent, Transfers
 from monolith.errors import AcceleratorError
 from monolith.feature import Batch
-from monolith.feature.cuda import DeviceBatch
+from monolith.feature.cuda import DeviceBatch, DeviceIds
 from monolith.model.collection import EmbeddingCollection, PreparedBatch
 from monolith.model.optimizer import EmbeddingOptimizer
 from monolith.model.updates import UpdateConfig, clip, set_gradients
@@ -68,7 +68,7 @@ class Ungraphed(StrEnum):
 
     EARLY = "before a capture"  # of their size, or anew; or while a snapshot needs what is overwritten
     OTHER_SIZE = f"of other sizes than the {MOST_SHAPES} most frequent"
-    OWN_SIZE = "of a size that no other batch has"
+    NO_IDS = "whose histories have no ID to be padded with"
     NO_ROOM = "whose rows the device had no room for"
     GIVEN_UP = "after capturing was given up"
 
@@ -192,6 +192,11 @@ class _Shape:
                 None if given.ids.weights is None else torch.empty_like(given.ids.weights, device="meta")
             )
             hidden = replace(hidden, splits=splits, weights=weights)
+        there = {name: found for one in self.ids for name, found in one.kept_ids.items()}
+        if there:  # a model of histories gets what it reads on the device
+            times = next((one.event_times for one in self.ids if one.event_times is not None), None)
+            parts = {part.name: getattr(hidden, part.name) for part in fields(hidden)}
+            hidden = DeviceIds(**(parts | {"event_times": times}), there=there)
         self.batch = Batch(
             hidden,
             {name: next(numbers).view(one.shape) for name, one in given.floats.items()},
@@ -300,7 +305,7 @@ class StepGraph:
         # the number of shapes that are remembered, stays below two windows.
         self._came: dict[Hashable, int] = {}
         self._counted = 0  # batches since the last halving
-        self.trouble: str | None = None
+        self.trouble = next(filter(None, map(_why_not_padded, self._collections)), None)
         self.captures = self.replays = 0
         # With a place for each reason, since other threads read it.
         self.ungraphed: Counter[Ungraphed] = Counter(dict.fromkeys(Ungraphed, 0))
@@ -356,7 +361,7 @@ class StepGraph:
         if self.trouble is not None:
             why = Ungraphed.GIVEN_UP
         elif sent.shape is None:
-            why = Ungraphed.OWN_SIZE
+            why = Ungraphed.NO_IDS
         elif not self._has_state():
             why = Ungraphed.EARLY
         elif all(
@@ -663,6 +668,20 @@ class StepGraph:
         self._sparse.zero_grad()
         if self._dense is not None:
             self._dense.zero_grad()
+
+
+def _why_not_padded(collection: EmbeddingCollection) -> str | None:
+    """Return why batches have no shape in common, if a layout has as many parts as a batch has IDs."""
+    plan, steps = collection.plan, collection.padded_steps
+    if not plan.jagged:
+        return None
+    names = ", ".join(repr(plan.features[feature].name) for feature in plan.jagged)
+    if isinstance(steps, str):
+        return f"each ID of {names} is kept, so batches differ in size, and {steps}"
+    if isinstance(collection.store, LocalStore) and collection.store.counts_sightings:
+        # An admission filter knows padding by being behind all IDs of a table; that of a history is not.
+        return f"each ID of {names} is kept, and the padding behind them would count as sightings of an ID"
+    return None
 
 
 def _store(collection: EmbeddingCollection) -> LocalStore:

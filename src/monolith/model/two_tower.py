@@ -161,7 +161,7 @@ class TwoTower(RetrievalModel):
         read = self.embeddings(batch)
         users, items = self._vectors(USER, read, batch, None), self._vectors(ITEM, read, batch, None)
         device = users.device
-        positive = positive_examples(batch).to(device)
+        positive = positive_examples(batch, device)
         own = positive.nonzero().flatten()
         # Where only drawn ones are negatives, other positives are no candidates of a query.
         ids = batch.ids.first(self.item_id).to(device)

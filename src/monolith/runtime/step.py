@@ -43,8 +43,7 @@ _FEW = _LOOK_EVERY // 8
 _ADVICE = {
     Ungraphed.OTHER_SIZE: "Have the dataset give batches of one size, with filters before batches are made. "
     "A size is the number of examples, and that of the IDs of each table, padded",
-    Ungraphed.OWN_SIZE: "The model keeps each ID of a feature, and its number differs from batch to batch: "
-    "keep a fixed number of them",
+    Ungraphed.NO_IDS: "All histories of such a batch are empty: train on larger batches",
     Ungraphed.NO_ROOM: "Give rows more memory (train.device_memory_bytes), or train on smaller batches",
 }
 """What to do about batches that are not replayed; all other reasons pass, or the log has them already."""
@@ -308,6 +307,8 @@ class TrainingStep:
             self._not_captured = True
             self._say_not_captured(str(why))
             return None
+        if graph.trouble is not None:
+            self._say_not_captured(graph.trouble)
         for hot in graph.hot_rows:
             _log.info(
                 "the device has room for %s rows (train.device_memory_bytes); those not used for longest are "

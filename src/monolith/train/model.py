@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from monolith.checkpoint import DensePart, FeaturesPart, Part, TablesPart
 from monolith.errors import ConfigError, DataError, FeatureError
 from monolith.feature import Batch, FeatureSpec, GatheredBatch
+from monolith.feature.cuda import DeviceIds
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch
 from monolith.nn import RateSchedule
 from monolith.observe import Resting
@@ -262,7 +263,12 @@ class Model:
         finally:
             for collection in self.collections:
                 collection.hold(batch, None)
-        if self._mode is not Mode.PREDICT and not batch.labels and bool(outputs.loss.isnan()):
+        if (
+            self._mode is not Mode.PREDICT
+            and not batch.labels
+            and not isinstance(batch.ids, DeviceIds)  # a step that is captured looks at no value
+            and bool(outputs.loss.isnan())
+        ):
             raise DataError(
                 f"task {self.task.name!r}: the batches to {self._mode.value} on have no labels; name their "
                 "column in the BatchSpec's labels, or override outputs() if the loss needs none"

@@ -36,7 +36,7 @@ from monolith.feature import (
     Sum,
     plan_layouts,
 )
-from monolith.feature.cuda import DeviceGatherer
+from monolith.feature.cuda import DeviceGatherer, PaddedSteps
 from monolith.tensors import RaggedTensor
 
 
@@ -102,10 +102,11 @@ class Both:
         values: Callable[[int], Tensor],
         *,
         padded: bool = False,
+        steps: PaddedSteps | None = None,
     ) -> None:
         self.plan = plan
         self.host = Gatherer(plan).read(batch)
-        self.there = DeviceGatherer(plan, device).read(batch, padded=padded)
+        self.there = DeviceGatherer(plan, device).read(batch, padded=padded, steps=steps)
         self.rows = values(self.host.floats)
         ids = zip(tables_of(plan, self.host.sizes), self.host.ids.tolist(), strict=True)
         self.by_id = dict(zip(ids, split(plan, self.host.sizes, self.rows), strict=True))
@@ -448,6 +449,90 @@ def test_batches_of_kept_ids_have_no_shape_that_a_graph_could_be_captured_for(de
         assert gatherer.read(batch, padded=True).shape is None
 
 
+STEPS = PaddedSteps(("history", "actions", "history.time"), ("first",))
+
+
+def histories(seed: int, *, steps: bool = True) -> FeatureIds:
+    """Return 50 examples with histories of up to 3 steps, an action for each, and times."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (50,), generator=draw) * steps
+    many = int(lengths.sum())
+
+    def of_steps() -> RaggedTensor:
+        return RaggedTensor.from_row_lengths(torch.randint(0, 9, (many,), generator=draw), lengths)
+
+    return FeatureIds.pack(
+        {
+            "first": torch.randint(0, 9, (50,), generator=draw),
+            "history": of_steps(),
+            "actions": of_steps(),
+            "history.time": of_steps(),
+            "also": torch.randint(0, 9, (50,), generator=draw),
+            "sum": torch.randint(0, 9, (50,), generator=draw),
+        },
+        event_times=torch.randint(0, 1000, (50,), generator=draw),
+        weights={"history": torch.rand(many, generator=draw)} if many else None,
+    )
+
+
+def test_histories_of_a_shape_have_zeros_behind_the_last_step_and_no_gradient_there(device: Device) -> None:
+    gatherer = DeviceGatherer(JAGGED, device)
+    first, second = (gatherer.read(histories(seed), padded=True, steps=STEPS) for seed in (0, 1))
+    assert first.shape == second.shape is not None
+    twin = first.twin()
+    twin.refill(second)
+    rows = torch.randn(second.floats, device=device.torch_device).requires_grad_()
+    real, padded = second.outputs(rows), twin.outputs(rows)
+    for output, feature in enumerate(JAGGED.each):
+        many = len(real[output])
+        assert torch.equal(padded[output][:many].cpu(), real[output].cpu())
+        if feature >= 0:
+            assert many < len(padded[output])
+            assert not padded[output][many:].any()
+    expected = torch.autograd.grad(real, rows, [torch.ones_like(one) for one in real])
+    gradients = [torch.full_like(one, torch.nan) for one in padded]
+    for gradient, one in zip(gradients, real, strict=True):
+        gradient[: len(one)] = 1
+    found = torch.autograd.grad(padded, rows, gradients)
+    assert torch.equal(found[0].cpu(), expected[0].cpu())
+    history = twin.layouts(padded)["history"]
+    assert isinstance(history, RaggedTensor)
+    assert history.row_splits.tolist() == histories(1)["history"].row_splits.tolist()
+
+
+def test_a_captured_step_has_the_ids_that_its_model_reads(device: Device) -> None:
+    gatherer, given = DeviceGatherer(JAGGED, device), histories(1)
+    twin = gatherer.read(histories(0), padded=True, steps=STEPS).twin()
+    twin.refill(gatherer.read(given, padded=True, steps=STEPS))
+    assert set(twin.kept_ids) == {"history", "actions", "history.time", "first"}
+    for name, found in twin.kept_ids.items():
+        wanted = given[name]
+        assert found.row_splits.tolist() == wanted.row_splits.tolist()
+        assert found.flat_values[: len(wanted.flat_values)].tolist() == wanted.flat_values.tolist()
+    assert len({len(twin.kept_ids[name].flat_values) for name in STEPS.aligned}) == 1
+    assert given.event_times is not None
+    assert twin.event_times is not None
+    assert twin.event_times.tolist() == given.event_times.tolist()
+
+
+def test_histories_without_steps_are_padded_with_an_id_of_their_table(device: Device) -> None:
+    gatherer, none = DeviceGatherer(JAGGED, device), histories(0, steps=False)
+    found = gatherer.read(none, padded=True, steps=STEPS)
+    assert found.shape is not None
+    assert set(found.ids.tolist()) <= set(none.ids.tolist())
+    assert len(found.kept_ids["history"].flat_values) > 0
+    no_actions = FeatureIds.pack({name: none[name] for name in none.names if name not in ("also", "max")})
+    assert gatherer.read(no_actions, padded=True, steps=STEPS).shape is None
+
+
+def test_a_history_whose_actions_do_not_fit_has_no_shape(device: Device) -> None:
+    assert DeviceGatherer(JAGGED, device).read(HISTORY, padded=True, steps=STEPS).shape is not None
+    odd = FeatureIds.pack(
+        {"history": ragged([5, 6], []), "actions": ragged([1], [2]), "sum": ragged([1], [2])}
+    )
+    assert DeviceGatherer(JAGGED, device).read(odd, padded=True, steps=STEPS).shape is None
+
+
 # Any batch
 
 
@@ -475,3 +560,5 @@ def test_any_batch_is_gathered_as_by_the_core(batch: FeatureIds, seed: int, padd
     device = device_named(device_names()[0])
     for plan in (PLAN, JAGGED):
         Both(plan, batch, device, rounded(seed), padded=padded).assert_same(scale=2.0)
+    steps = PaddedSteps(("history",), ("sum", "actions"))
+    Both(JAGGED, batch, device, rounded(seed), padded=padded, steps=steps).assert_same(scale=2.0)

@@ -34,6 +34,15 @@ def test_an_id_that_was_never_seen_is_rarer_than_all_that_were() -> None:
     assert frequency(ids(5)).exp().item() == pytest.approx(0.1)
 
 
+def test_repeats_that_do_not_count_change_nothing() -> None:
+    frequency, plain = ItemFrequency(), ItemFrequency()
+    for many in (1, 3, 2):
+        given = ids(*range(many), *range(many))
+        frequency.observe(given, torch.arange(len(given)) < many)
+        plain.observe(ids(*range(many)))
+    assert torch.equal(frequency(ids(0, 1, 2, 3)), plain(ids(0, 1, 2, 3)))
+
+
 def test_popularity_that_changes_is_followed() -> None:
     frequency = ItemFrequency(rate=0.5)
     for _ in range(20):

@@ -13,12 +13,18 @@ all have the same, and one graph trains them.
     its room         [---------------------------------------------------]
 
 The rows of one feature follow each other, so that an output which keeps each ID of a feature is a part of
-the rows. Its size differs from batch to batch, and no graph is captured for such batches.
+the rows. Such a feature gets room of its own in its table, so that all batches of a shape have that part at
+one place. A model that says so (`PaddedSteps`) gets all of the room: values behind the last ID are zeros, no
+gradient comes back from them, and the row splits, which the device has, end before them. Without that, such
+batches have no shape in common, and no graph is captured for them.
+
+    ids of a table   [ history, last id, ... ][ item ][ last id, ... ]
+    its rooms        [-----------------------][----------------------]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -29,12 +35,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.cuda import Device, blocks_for
-from monolith.errors import FeatureError
+from monolith.errors import AcceleratorError, FeatureError
 from monolith.feature.batches import FeatureIds, one_each_splits
 from monolith.feature.combiners import Max
 from monolith.feature.cuda.device_plan import FEATURE, PART, BatchStruct, DevicePlan
 from monolith.feature.gathering import Scaled
 from monolith.feature.layouts import LayoutPlan, LayoutTensor, RowSplits
+from monolith.tensors import RaggedTensor
 
 _EXAMPLES = _FLOATS = 4  # that a thread does, as in layouts.cu
 _MOST = 1 << 31
@@ -44,6 +51,36 @@ _LEAST_ROOM = 8
 _MOST_PADDED = 1.5  # of the ids of a batch, and some for each table: with more, room is found anew
 _SOME = 32
 _COMPARED_ALONE = 4  # threads of torch that compare numbers as fast as one of numpy: measured
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedSteps:
+    """What a model reads of histories that may be padded: values behind the last row split are no steps."""
+
+    aligned: tuple[str, ...]
+    """Features with a value for each step: the history, its companions, and its times."""
+    read: tuple[str, ...] = ()
+    """Other features whose IDs the model reads."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceIds(FeatureIds):
+    """The IDs of a step that is captured: only those that `PaddedSteps` names, on the device, and padded.
+
+    Tensors of all IDs have a shape and no values.
+    """
+
+    there: Mapping[str, RaggedTensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> RaggedTensor:
+        """Return one feature's IDs on the device; those behind the last row split are of no example.
+
+        Raises:
+            AcceleratorError: They are not there.
+        """
+        if name not in self.there:
+            raise AcceleratorError(f"the model reads the IDs of feature {name!r} by itself")
+        return self.there[name]
 
 
 class DeviceGatherer:
@@ -57,7 +94,16 @@ class DeviceGatherer:
         self.on_device = DevicePlan(plan, device)
         self._upload = device.new_stream()
         self._shapes: dict[tuple[tuple[str, ...], tuple[bool, ...], int], _Cells] = {}
-        self._maxima = [isinstance(plan.features[f].combiner, Max) for f in self.on_device.order]
+        order, tables = self.on_device.order, self.on_device.table_of
+        self._maxima = [isinstance(plan.features[f].combiner, Max) for f in order]
+        jagged = np.isin(np.array(order, np.int64), plan.jagged)
+        self._jagged: NDArray[np.int64] = np.flatnonzero(jagged)
+        """Places in the order of features of which each ID is kept."""
+        begins = np.ones(len(order), np.bool_)
+        begins[1:] = (tables[1:] != tables[:-1]) | jagged[1:] | jagged[:-1]
+        self._room_of: NDArray[np.int64] = np.cumsum(begins) - 1
+        """By place in the order: the room that a feature is in, one or more for each table."""
+        self._table_of_room: NDArray[np.int64] = tables[begins]
         self._combines_all = not any(feature.combiner.length for feature in plan.features)
 
     def read(
@@ -67,6 +113,7 @@ class DeviceGatherer:
         in_place_of_ids: Callable[[Tensor], None] | None = None,
         one_each: bool | None = None,
         padded: bool = False,
+        steps: PaddedSteps | None = None,
     ) -> DeviceBatch:
         """Copy a batch to the device. Features the model does not read are ignored.
 
@@ -78,6 +125,7 @@ class DeviceGatherer:
             one_each: Whether every cell that is read has exactly one id, as a caller knows that has found the
                 splits sound; None looks.
             padded: Whether a batch with other numbers of ids may be padded, to have the `shape` of others.
+            steps: What the model reads of padded histories; None if it takes none.
 
         Raises:
             FeatureError: The splits do not fit the ids, or the number of examples.
@@ -88,6 +136,10 @@ class DeviceGatherer:
             same = batch.splits is each or (len(batch.ids) == cells.count and torch.equal(batch.splits, each))
             one_each = (_check_ends if same else _check)(batch, cells.count)
         splits = batch.splits.numpy()
+        kept: dict[str, RaggedTensor] = {}
+        if self.plan.jagged and padded:
+            kept = {} if steps is None else self._kept(batch, steps)
+            padded, one_each = bool(kept), one_each and not kept
         if one_each and batch.weights is None and (splits[cells.first] == cells.first).all():
             known = cells.one_each  # as in every batch of this shape
             if known is None:
@@ -96,9 +148,8 @@ class DeviceGatherer:
                     self._placed(batch, cells, splits), shape=cells.key if repeats else None, repeats=repeats
                 )
         else:
-            padded = padded and not self.plan.jagged
-            known = self._placed(batch, cells, splits, padded=padded, one_each=one_each)
-        if self.plan.jagged:
+            known = self._placed(batch, cells, splits, padded=padded, one_each=one_each, kept=kept)
+        if self.plan.jagged and not known.kept:
             found = self.plan.row_splits(batch)
             there = {feature: self._sent(self._pinned(one)) for feature, one in found.items()}
             known = replace(known, row_splits=there)
@@ -106,6 +157,7 @@ class DeviceGatherer:
             self.device,
             features=len(known.about),
             ids=known.ids,
+            kept=known.kept[-1].end if known.kept else 0,
             weights=known.ids if known.weighs else 0,
             splits=0 if one_each else len(splits),
         )
@@ -122,8 +174,12 @@ class DeviceGatherer:
             weights = batch.weights.numpy()
             for source, to, count in known.runs:
                 staged.weights[to : to + count] = weights[source : source + count]
-        for first, end in known.padding:
-            staged.ids[first:end] = staged.ids[first - 1]
+        for first, end, source in known.padding:
+            staged.ids[first:end] = staged.ids[source]
+            if known.weighs:
+                staged.weights[first:end] = 0  # the memory may hold anything, such as NaN
+        for part in known.kept:
+            part.fill(staged.kept, batch.event_times if part.name is None else kept[part.name])
         if not one_each:
             staged.splits[:] = splits
         return DeviceBatch(
@@ -196,6 +252,17 @@ class DeviceGatherer:
         stream = self.device.current_stream().handle
         self.on_device.kernels.launch(kernel, blocks, *arguments, stream=stream)
 
+    def _kept(self, batch: FeatureIds, steps: PaddedSteps) -> dict[str, RaggedTensor]:
+        """Return the features whose IDs a model reads; nothing if those of a step do not belong together,
+        which a step without a graph reports."""
+        of_plan = {self.plan.features[f].name: splits for f, splits in self.plan.row_splits(batch).items()}
+        names = [*of_plan, *(name for name in (*steps.aligned, *steps.read) if name not in of_plan)]
+        found = {name: batch[name] for name in names if name in batch.names}
+        nothing = torch.zeros(0, dtype=torch.int64)
+        found |= {name: RaggedTensor(nothing, one) for name, one in of_plan.items() if name not in found}
+        aligned = [found[name].row_splits for name in steps.aligned if name in found]
+        return found if all(torch.equal(aligned[0], other) for other in aligned[1:]) else {}
+
     def _pinned(self, tensor: Tensor) -> Tensor:
         pinned = self.device.pinned(tuple(tensor.shape), tensor.dtype)
         pinned.copy_(tensor)
@@ -231,35 +298,69 @@ class DeviceGatherer:
         *,
         padded: bool = False,
         one_each: bool = True,
+        kept: Mapping[str, RaggedTensor] | None = None,
     ) -> _Placed:
         """Return the places of a batch's ids, and the description of its features that kernels read."""
         starts, ends = splits[cells.first], splits[cells.end]
         counts = ends - starts
         weighted = self._weighted(batch, starts, ends)
-        there = np.zeros(len(self.on_device.dims), np.int64)
-        np.add.at(there, self.on_device.table_of, counts)
-        sizes = cells.room_for(there) if padded and not one_each else there
-        about = self._about(counts, there, sizes)
+        tables = self._table_of_room
+        there = _sums(counts, self._room_of, len(tables))
+        of_tables = _sums(counts, self.on_device.table_of, len(self.on_device.dims))
+        rooms, parts = there, list[_KeptPart]()
+        if kept and not of_tables[self.on_device.table_of[self._jagged]].all():
+            padded = False  # a history in a table without ids has none to repeat
+        elif padded and not one_each:
+            names = {self.plan.features[self.on_device.order[place]].name for place in self._jagged}
+            carried = {name: len(one.flat_values) for name, one in (kept or {}).items() if name not in names}
+            # A room of a table with ids has some to repeat, if need be of another room. Without features of
+            # which each ID is kept, a table is one room.
+            active = np.append(of_tables[tables] > 0, np.ones(len(carried), np.bool_))
+            found = cells.room_for(np.append(there, np.array([*carried.values()], np.int64)), active)
+            rooms, others = found[: len(there)], found[len(there) :].tolist()
+            parts = _kept_parts(kept or {}, dict(zip(carried, others, strict=True)), batch)
+        sizes = _sums(rooms, tables, len(self.on_device.dims))
+        about = self._about(counts, there, rooms)
         about["cell"] = np.where(cells.there, cells.first, -1)
         about["shift"] = about["first"] - starts
         about["step"] = cells.step
         about["weighted"] = weighted
         pinned = self.device.pinned(sizes.shape, torch.int64)  # the lookup may send them along
         pinned.numpy()[:] = sizes
-        table_ends = np.cumsum(sizes)
-        padding = zip((table_ends - (sizes - there)).tolist(), table_ends.tolist(), strict=True)
         weighs = bool(weighted.any())
+        shape = cells.key, rooms.tobytes(), weighs, one_each, weighted[self._jagged].tobytes(), tuple(parts)
         return _Placed(
-            about=np.concatenate([about.view(np.uint8), there.view(np.uint8)]),
+            about=np.concatenate([about.view(np.uint8), of_tables.view(np.uint8)]),
             features=len(about),
             sizes=pinned,
             floats=int(sizes @ self.on_device.dims),
             runs=list(_runs(starts, about["first"], counts)),
             ids=int(sizes.sum()),
             weighs=weighs,
-            padding=[(first, end) for first, end in padding if end > first],
-            shape=(cells.key, sizes.tobytes(), weighs, one_each) if padded else None,
+            padding=self._padding(there, rooms),
+            shape=shape if padded else None,
+            kept=tuple(parts),
+            rooms={self.on_device.order[p]: int(rooms[self._room_of[p]]) for p in self._jagged},
         )
+
+    def _padding(self, there: NDArray[np.int64], rooms: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+        """Return ranges of places that are padded: begin, end, and the place of the id that they repeat.
+
+        Args:
+            there: Ids in each room.
+            rooms: For how many there is room.
+        """
+        ends = np.cumsum(rooms)
+        begins = ends - rooms
+        found = []
+        for room in np.flatnonzero(rooms > there).tolist():
+            first, end = int(begins[room] + there[room]), int(ends[room])
+            source = first - 1
+            if not there[room]:  # the first id of the table
+                others = np.flatnonzero((self._table_of_room == self._table_of_room[room]) & (there > 0))
+                source = int(begins[others[0]])
+            found.append((first, end, source))
+        return found
 
     def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
         places = {name: place for place, name in enumerate(names)}
@@ -281,28 +382,77 @@ class DeviceGatherer:
         return weighted
 
     def _about(
-        self, counts: NDArray[np.int64], there: NDArray[np.int64], sizes: NDArray[np.int64]
+        self, counts: NDArray[np.int64], there: NDArray[np.int64], rooms: NDArray[np.int64]
     ) -> NDArray[np.void]:
         """Return the places of the rows of each feature.
 
         Args:
             counts: Ids of each feature.
-            there: Ids of each table.
-            sizes: The same with padding.
+            there: Ids in each room.
+            rooms: The same with padding.
         """
         plan = self.on_device
         dims, tables = plan.dims, plan.table_of
+        sizes = _sums(rooms, self._table_of_room, len(dims))
         floats = np.cumsum(sizes * dims) - sizes * dims
         firsts = np.cumsum(sizes) - sizes
-        padding_before = firsts - (np.cumsum(there) - there)
+        padding_before = (np.cumsum(rooms) - rooms) - (np.cumsum(there) - there)
         about = plan.features.copy()
-        about["first"] = np.cumsum(counts) - counts + padding_before[tables]
+        about["first"] = np.cumsum(counts) - counts + padding_before[self._room_of]
         about["count"] = counts
         about["base"] = (floats - firsts * dims)[tables]
         about["begin"] = about["base"] + about["first"].astype(np.int64) * about["dim"]
         if int((counts * about["dim"]).max(initial=0)) >= _MOST:
             raise FeatureError("batch: a feature has 2^31 floats or more; use smaller batches on a GPU")
         return about
+
+
+def _sums(numbers: NDArray[np.int64], group_of: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
+    """Return the sum of the numbers of each group."""
+    found = np.zeros(groups, np.int64)
+    np.add.at(found, group_of, numbers)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptPart:
+    """Where a feature whose IDs a model reads is among the numbers that are sent for that."""
+
+    name: str | None
+    """None for the event times of examples."""
+    first: int
+    """Its row splits begin here."""
+    ids: int
+    """Its IDs, if they are sent for the model alone."""
+    end: int
+
+    def fill(self, numbers: NDArray[np.int64], given: RaggedTensor | Tensor | None) -> None:
+        if isinstance(given, RaggedTensor):
+            numbers[self.first : self.ids] = given.row_splits.numpy()
+            numbers[self.ids : self.end] = 0
+            many = min(self.end - self.ids, len(given.flat_values))
+            numbers[self.ids : self.ids + many] = given.flat_values.numpy()[:many]
+        elif given is not None:
+            numbers[self.first : self.end] = given.numpy()
+
+
+def _kept_parts(
+    kept: Mapping[str, RaggedTensor], rooms: Mapping[str, int], batch: FeatureIds
+) -> list[_KeptPart]:
+    """Return the parts of the features that a model reads, and of the event times of examples.
+
+    Args:
+        rooms: For how many IDs there is room, of features whose IDs are sent for the model alone.
+    """
+    found, at = list[_KeptPart](), 0
+    for name, one in kept.items():
+        ids = at + len(one.row_splits)
+        found.append(_KeptPart(name, at, ids, ids + rooms.get(name, 0)))
+        at = found[-1].end
+    times = batch.event_times
+    if kept and times is not None and len(times) == batch.batch_size:
+        found.append(_KeptPart(None, at, at, at + len(times)))
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -320,14 +470,18 @@ class _Placed:
     """Ranges of ids to copy: begin in the batch, place on the device, and number."""
     ids: int
     weighs: bool
-    padding: list[tuple[int, int]]
-    """Ranges of places that repeat the id before them."""
+    padding: list[tuple[int, int, int]]
+    """As of `_padding`."""
     shape: Hashable | None = None
     """Equal for batches with the same numbers of ids: one in each cell, or as many as they were padded to."""
     repeats: bool = False
     """Whether all batches of these features and this size have the same."""
     row_splits: RowSplits = field(default_factory=dict)
-    """On the device."""
+    """On the device, unless they are among `kept`."""
+    kept: tuple[_KeptPart, ...] = ()
+    """Of a padded batch, what a model reads in addition to rows."""
+    rooms: Mapping[int, int] = field(default_factory=dict)
+    """Feature of which each ID is kept -> for how many there is room."""
 
 
 class _Cells:
@@ -353,21 +507,25 @@ class _Cells:
         self._room: NDArray[np.int64] | None = None
         """Of the last batch that was padded."""
 
-    def room_for(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for how many ids each table gets room in a batch that has so many: if possible, as many as
-        in the batch before. A table without ids gets none: it has nothing to repeat."""
+    def room_for(self, sizes: NDArray[np.int64], active: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return how large rooms are in a batch that has so many ids in each: if possible, as large as in the
+        batch before.
+
+        Args:
+            active: Which rooms there are; one that has nothing to repeat is none.
+        """
         room = self._room
-        if room is not None and ((room > 0) != (sizes > 0)).any():
+        if room is not None and ((room > 0) != active).any():
             room = None
-        most = _MOST_PADDED * sizes.sum() + _SOME * (sizes > 0).sum()
+        most = _MOST_PADDED * sizes.sum() + _SOME * active.sum()
         if room is None or (sizes > room).any() or room.sum() > most:
             # The next batches should fit, too: many examples of independent lengths differ by little more.
             wanted = np.ceil(sizes * (1 + 1 / 16) + 4 * np.sqrt(sizes)).astype(np.int64)
             # bits[i] of wanted[i] are needed for it; all but the first few of them become zeros.
             bits = np.frexp(wanted.astype(np.float64))[1].astype(np.int64)
             step = np.maximum(np.int64(1) << np.maximum(bits - _ROUNDED, 0), _LEAST_ROOM)
-            found = -(-wanted // step) * step
-            found = np.where(sizes > 0, found, 0)
+            found = np.maximum(-(-wanted // step) * step, _LEAST_ROOM)
+            found = np.where(active, found, 0)
             if room is not None and np.maximum(found, room).sum() <= most:
                 found = np.maximum(found, room)
             self._room = room = found
@@ -381,15 +539,18 @@ class _Staged:
     process that reads, packs and saves has thirty of them: to get it back took longer than the copies.
     """
 
-    def __init__(self, device: Device, *, features: int, ids: int, weights: int, splits: int) -> None:
-        self.ends = list(accumulate((features, 8 * ids, 4 * weights, 4 * splits)))
+    def __init__(
+        self, device: Device, *, features: int, ids: int, kept: int, weights: int, splits: int
+    ) -> None:
+        self.ends = list(accumulate((features, 8 * ids, 8 * kept, 4 * weights, 4 * splits)))
         self.memory = device.pinned((max(self.ends[-1], 1),), torch.uint8)
-        one, two, three, four = self.ends
+        one, two, three, four, five = self.ends
         whole: NDArray[np.uint8] = self.memory.numpy()
         self.features = whole[:one]
         self.ids = whole[one:two].view(np.int64)
-        self.weights = whole[two:three].view(np.float32)
-        self.splits = whole[three:four].view(np.int32)
+        self.kept = whole[two:three].view(np.int64)
+        self.weights = whole[three:four].view(np.float32)
+        self.splits = whole[four:five].view(np.int32)
 
 
 class DeviceBatch:
@@ -413,7 +574,7 @@ class DeviceBatch:
     ) -> None:
         self.host_ids = host_ids
         """The same ids in host memory; None for a `twin`."""
-        one, two, three, four = ends
+        one, two, three, four, five = ends
         self.ids = buffer[one:two].view(torch.int64)
         self.occurring = buffer[one - 8 * len(placed.sizes) : one].view(torch.int64)
         """int64 of shape (tables,), on the device: the ids of each table without those that pad it."""
@@ -428,12 +589,19 @@ class DeviceBatch:
         self._stream = gatherer.device.current_stream()
         self._gather = "gather_plain" if plain else "gather"
         self._shared = shared
-        self._weights = buffer[two:three].view(torch.float32) if three > two else None
+        self._weights = buffer[three:four].view(torch.float32) if four > three else None
+        self._numbers = buffer[two:three].view(torch.int64) if three > two else None
+        self._row_splits = dict(placed.row_splits)
+        self.kept_ids: dict[str, RaggedTensor] = {}
+        """Of a padded batch: what `PaddedSteps` names, with as many IDs as there is room for."""
+        self.event_times: Tensor | None = None
+        """Of a padded batch: int64 of shape (examples,), if all of them have one."""
+        self._take_kept()
         features = buffer.data_ptr()
         self._struct = BatchStruct(
             features,
+            features + four if five > four else None,
             features + three if four > three else None,
-            features + two if three > two else None,
             batch_size,
             len(gatherer.on_device.order),
         )
@@ -467,17 +635,47 @@ class DeviceBatch:
                 for output, feature in enumerate(plan.each)
             )
 
-    def _kept(self, rows: Tensor, output: int) -> Tensor:
-        """Return an output that keeps each ID of its feature: a part of the rows."""
-        plan, on_device = self._gatherer.plan, self._gatherer.on_device
+    def _take_kept(self) -> None:
+        """Find the parts of the memory with what a model reads in addition to rows."""
+        plan = self._gatherer.plan
+        jagged = {plan.features[feature].name: feature for feature in plan.jagged}
+        for part in self._placed.kept:
+            assert self._numbers is not None
+            if part.name is None:
+                self.event_times = self._numbers[part.first : part.end]
+                continue
+            splits, ids = self._numbers[part.first : part.ids], self._numbers[part.ids : part.end]
+            feature = jagged.get(part.name)
+            if feature is not None:
+                self._row_splits[feature] = splits
+                first = int(self._about_of(feature)["first"])
+                ids = self.ids[first : first + self._placed.rooms[feature]]
+            self.kept_ids[part.name] = RaggedTensor(ids, splits, validate=False)
+
+    def _about_of(self, feature: int) -> Any:
+        """Return the description of a feature of the plan, in host memory."""
         features = self._placed.about[: self._placed.features * FEATURE.itemsize].view(FEATURE)
-        about = features[on_device.order.index(plan.each[output])]
+        return features[self._gatherer.on_device.order.index(feature)]
+
+    def _kept(self, rows: Tensor, output: int) -> Tensor:
+        """Return an output that keeps each ID of its feature: a part of the rows.
+
+        That of a `twin` has all of the room, with zeros behind the last ID. No gradient comes from there.
+        """
+        plan = self._gatherer.plan
+        about = self._about_of(plan.each[output])
         begin, count, dim = int(about["begin"]), int(about["count"]), int(about["dim"])
+        is_twin = self.host_ids is None
+        if is_twin:
+            count = self._placed.rooms[plan.each[output]]
         kept = rows[begin : begin + count * dim].view(count, dim)
         if about["weighted"]:
             assert self._weights is not None
             first = int(about["first"])
             kept = kept * self._weights[first : first + count, None]
+        if is_twin:
+            real = torch.arange(count, device=rows.device) < self._row_splits[plan.each[output]][-1]
+            kept = torch.where(real[:, None], kept, 0.0)
         uses = sorted((use for use in plan.uses if use.output == output), key=lambda use: use.offset)
         parts = [kept[:, use.start : use.start + use.width] for use in uses]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
@@ -520,7 +718,7 @@ class DeviceBatch:
 
     def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, LayoutTensor | list[LayoutTensor]]:
         """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
-        return self._gatherer.plan.by_name(outputs, self._placed.row_splits)
+        return self._gatherer.plan.by_name(outputs, self._row_splits)
 
     def sum_equal(self, gradients: Tensor) -> Tensor:
         """Sum the gradients of equal ids; see `DeviceGatherer.sum_equal`."""

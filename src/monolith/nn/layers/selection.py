@@ -288,15 +288,27 @@ class ItemFrequency(nn.Module):
         self.register_buffer("copies", torch.ones(rows, buckets))
 
     @torch.no_grad()
-    def observe(self, ids: Tensor) -> None:
-        """Take in the ids of one batch, int64 of shape (n,), with as many copies as it has of each."""
+    def observe(self, ids: Tensor, counted: Tensor | None = None) -> None:
+        """Take in the ids of one batch, with as many copies as it has of each.
+
+        Args:
+            ids: int64 of shape (n,).
+            counted: bool of shape (n,): which of them are copies; by default all. Each of the rest
+                must be an id that is counted elsewhere.
+        """
         self.step += 1
         ids = ids.to(self.seen.device)
+        ones = torch.ones_like(ids) if counted is None else counted.long()
         for row in range(len(self.seen)):
-            there, counts = torch.unique(self._buckets(ids, row), return_counts=True)
+            # Sizes do not depend on values, so that a step can be captured. Copies of an id, and ids that
+            # share a bucket, write the same number to it.
+            there = self._buckets(ids, row)
             seen, gap, copies = self.seen[row], self.gap[row], self.copies[row]
+            counts = torch.zeros(seen.shape, dtype=torch.int64, device=seen.device).scatter_add_(
+                0, there, ones
+            )
             known = seen[there] > 0
-            since, now = (self.step - seen[there]).float(), counts.float()
+            since, now = (self.step - seen[there]).float(), counts[there].float()
             gap[there] = torch.where(known, torch.lerp(gap[there], since, self._rate), since)
             copies[there] = torch.where(known, torch.lerp(copies[there], now, self._rate), now)
             seen[there] = self.step
