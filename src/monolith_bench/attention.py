@@ -5,7 +5,9 @@ sums by weights), five backward (both again for gradients of either factor, and 
 and everything that a kernel computes twice count for nothing.
 
 On a GPU, first for sequences of equal length, then for drawn lengths: log-normal ones up to 4,096, of which
-most are short, and those of MovieLens-1M, cut at 200. On the CPU only the latter.
+most are short, and those of MovieLens-1M, cut at 200. On the CPU only the latter, and there torch's nested
+tensors attend, too: of layout `torch.strided`, since those of `torch.jagged` have no product with two ragged
+sizes (torch 2.13), which scores are.
 
 Padded attention is plain torch on a batch padded to its longest sequence. What it may know before it attends
 is found before the clock starts: where steps are, and the buckets of all pairs, of which ours finds each in
@@ -167,6 +169,31 @@ def softmax_padded(inputs: AttentionInputs, padding: Padding) -> Tensor:
     return padding.unpad(functional.scaled_dot_product_attention(query, key, content, is_causal=True))
 
 
+def silu_nested(
+    inputs: AttentionInputs,
+    padding: Padding,
+    look: Callable[[Tensor, Tensor], Tensor] = LookedUp.apply,
+) -> Tensor:
+    """Attend as `hstu_attention` does, by nested tensors: without padding, one sequence after another."""
+    by_distance, by_time = inputs.bias.by_distance, inputs.bias.by_time
+    assert by_distance is not None
+    lengths, heads = inputs.lengths, inputs.query.shape[1]
+    query, key, content = (
+        torch.nested.as_nested_tensor([part.transpose(0, 1) for part in torch.split(one, list(lengths))])
+        for one in (inputs.query, inputs.key, inputs.content / inputs.longest)
+    )
+    biases, past = [], []
+    for row, length in enumerate(lengths):
+        added = look(by_distance, padding.apart[:length, :length])
+        if by_time is not None and padding.buckets is not None:
+            added = added + look(by_time, padding.buckets[row, :length, :length])
+        biases.append(added.expand(heads, -1, -1))
+        past.append(torch.ones(heads, length, length, device=added.device).tril())
+    scores = query @ key.transpose(2, 3) + torch.nested.as_nested_tensor(biases)
+    weights = functional.silu(scores) * torch.nested.as_nested_tensor(past)
+    return torch.cat([one.transpose(0, 1) for one in (weights @ content).unbind()])
+
+
 def forward_and_backward(attend: Attend, inputs: AttentionInputs) -> None:
     out = attend(inputs)
     torch.autograd.grad(out, inputs.leaves, inputs.gradient, allow_unused=True)
@@ -278,6 +305,8 @@ def measure_drawn_lengths(report: Report, options: BenchAttentionOptions, device
             "padded": partial(silu_padded, padding=padding, math=silu_attention),
             "padded softmax": partial(softmax_padded, padding=padding),
         }
+        if not on_gpu:
+            ways["nested"] = partial(silu_nested, padding=padding)
         if options.compile and compiles:
             made = torch.compile(partial(silu_attention, look=indexed), dynamic=False)
             ways["padded, compiled"] = partial(silu_padded, padding=padding, math=made)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from monolith.cli.main import main
-from monolith_bench.attention import Padding, drawn, jagged, silu_attention, silu_padded
+from monolith_bench.attention import (
+    Padding,
+    drawn,
+    jagged,
+    silu_attention,
+    silu_nested,
+    silu_padded,
+)
 
 
 def test_jagged_attention_is_compared_with_padded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +36,17 @@ def test_padded_attention_gives_the_same() -> None:
     for inputs in (both, both.without_times()):
         found = silu_padded(inputs, Padding.of(inputs), silu_attention)
         torch.testing.assert_close(found, jagged(inputs))
+
+
+def test_nested_attention_gives_the_same() -> None:
+    torch.manual_seed(0)
+    both = drawn(torch.tensor([3, 1, 9]), 2, 4, torch.device("cpu"))
+    for inputs in (both, both.without_times()):
+        ways = (jagged, partial(silu_nested, padding=Padding.of(inputs)))
+        own, found = (attend(inputs) for attend in ways)
+        torch.testing.assert_close(found, own)
+        gradients = [torch.autograd.grad(one, inputs.leaves, inputs.gradient) for one in (own, found)]
+        torch.testing.assert_close(*gradients)
 
 
 def test_products_are_counted_for_the_causal_half() -> None:
