@@ -28,12 +28,14 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Unpack
+from typing import IO, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -61,10 +63,13 @@ _PARTS = 32  # one in so many of the memory's bytes is a buffer of rows that are
 _MOST_BUFFER_BYTES = 64 << 20
 _LEAST_BUFFER_BYTES = 64 << 10
 _RECENT = 32  # one in so many is for rows that lookups read, until their batches say how many they are
+_MOST_SIDE_BY_SIDE = 32  # calls of tables at a time: a reader has as many threads
 _SAY_AGAIN = 30.0  # seconds between two log lines about a disk that takes no rows
 _LAST_HASH = (1 << 64) - 1
 
 _log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 class TieredTable:
@@ -279,12 +284,19 @@ class TieredTable:
             return rows
 
     def count_expired(self, now: int) -> int:
-        with self._open() as core, _errors():
-            return core.count_expired(now)
+        with _errors():
+            return self.core.count_expired(now)
 
     def evict(self, now: int | None = None) -> int:
-        with self._open(writing=True) as core, _errors():
-            return core.evict(self._hot.core.max_event_time if now is None else now)
+        """Drop expired rows, a part at a time: writers take turns with it, and none waits for the disk."""
+        core, count = self.core, 0
+        expiry = core.expiry(self._hot.core.max_event_time if now is None else now)
+        while True:
+            with _errors():
+                if not core.find_expired(expiry):
+                    return count
+            with self._open(writing=True), _errors():
+                count += core.drop_expired(expiry)
 
     # Whole tables
 
@@ -566,6 +578,46 @@ class TieredTableSnapshot:
             if self._on_close is not None:
                 self._on_close()
                 self._on_close = None
+
+
+class SideBySide:
+    """Runs calls of several tables at once, so that what they read from files is under way together.
+
+    Thread-safe. The calling thread takes calls, too: it does not depend on helpers, which may all be waiting
+    for a disk, or for a frozen table.
+
+    Args:
+        tables: How many there are.
+    """
+
+    def __init__(self, tables: int) -> None:
+        self._most = min(tables, _MOST_SIDE_BY_SIDE)
+        self._helpers = ThreadPoolExecutor(max(self._most - 1, 1), "tables")
+
+    def each(self, calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
+        """Run all calls and return their results in this order.
+
+        If calls raise, the others are run nevertheless, and one of the errors is raised at the end.
+        """
+        results: dict[int, _Result] = {}
+        errors: list[BaseException] = []
+        left = deque(enumerate(calls))
+
+        def work() -> None:
+            while left:
+                with suppress(IndexError):  # another thread has taken the last
+                    number, call = left.popleft()
+                    try:
+                        results[number] = call()
+                    except BaseException as error:
+                        errors.append(error)
+
+        helpers = [self._helpers.submit(work) for _ in range(min(len(calls), self._most) - 1)]
+        work()
+        wait([helper for helper in helpers if not helper.cancel()])
+        if errors:
+            raise errors[0]
+        return [results[number] for number in range(len(calls))]
 
 
 class _OwnFolder:
