@@ -28,8 +28,8 @@ struct Free {
 using Aligned = std::unique_ptr<std::byte, Free>;
 Aligned aligned(std::size_t bytes);  // to 4096
 
-// Thread-safe. Threads are started by the first call that has work for them, and sleep between calls. Calls of
-// several threads read side by side, with as many threads as they have reads together.
+// Thread-safe. Threads are started by the first call that has work for them, and sleep between calls. Calls
+// of several threads read side by side, with as many threads as they have reads together.
 class BlockReader {
  public:
   struct Read {

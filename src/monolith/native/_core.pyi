@@ -757,6 +757,9 @@ class ColdStats:
     @property
     def rows_compacted(self) -> int: ...
 
+class TieredExpiry:
+    """How far rows of a tiered table have expired."""
+
 class TieredTable:
     """A table with its hot rows in memory and all others in files."""
 
@@ -767,6 +770,12 @@ class TieredTable:
 
     @property
     def hot_rows_allowed(self) -> int: ...
+
+    @property
+    def most_rows(self) -> int:
+        """
+        Rows for which the memory has an index; new ids beyond them are refused.
+        """
 
     @property
     def cold_memory_bytes(self) -> int:
@@ -806,8 +815,10 @@ class TieredTable:
         Move some hot rows out if so many more do not fit; returns how many are still too many.
         """
 
-    def bring(self) -> None:
-        """Move the cold rows of the batch in."""
+    def bring(self) -> int:
+        """
+        Move the cold rows of the batch in; returns how many of its ids have no row.
+        """
 
     def shrink(self) -> None:
         """Give back memory that hot rows no longer need."""
@@ -819,7 +830,15 @@ class TieredTable:
 
     def count_expired(self, now: int) -> int: ...
 
-    def evict(self, now: int) -> int: ...
+    def expiry(self, now: int) -> TieredExpiry: ...
+
+    def find_expired(self, expiry: TieredExpiry) -> bool:
+        """
+        Find the next expired rows, while others write; False if there are no more.
+        """
+
+    def drop_expired(self, expiry: TieredExpiry) -> int:
+        """Drop what find_expired found; returns how many."""
 
     def clear(self, rows: int = 0) -> None: ...
 
@@ -1093,7 +1112,7 @@ class IdPacker:
 
     def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, RowNumbers]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, NDArray[numpy.float32], list[int]]:
         """
-        (ids, splits, numbers, missing) of rows of blocks, given the column of each feature, and those of numbers, which have one per row: NaN where a row has none. Splits are None if an id cannot be read; `missing` is how many rows have no number, -1 if some cannot be read.
+        (ids, splits, numbers, missing) of rows of blocks, given the column of each feature, and those of numbers, which have one per row: NaN where a row has none. Splits are True if every cell has one id, None if an id cannot be read; `missing` is how many rows have no number, -1 if some cannot be read.
         """
 
 class RowNumbers(enum.Enum):

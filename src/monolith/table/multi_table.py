@@ -604,7 +604,7 @@ class _PlainGroup:
         own = torch.from_numpy(update["rates"]).split_with_sizes(segments)
 
         # Cells are ordered by batch, then by table: those of table k are every K-th from k on.
-        def update(k: int, table: Table) -> None:
+        def train(k: int, table: Table) -> None:
             keys, grads, when, met, *seen = (torch.cat(column[k :: len(self._tables)]) for column in cells)
             table.apply_gradients(
                 keys,
@@ -617,7 +617,7 @@ class _PlainGroup:
                 counts=None if counts is None else met,
             )
 
-        _each(self._side_by_side, [partial(update, k, table) for k, table in enumerate(self._tables)])
+        _each(self._side_by_side, [partial(train, k, table) for k, table in enumerate(self._tables)])
 
     def _floats(self, sizes: NDArray[np.int64], num_batches: int) -> list[int]:
         widths = [table.dim for table in self._tables] * num_batches
@@ -625,7 +625,7 @@ class _PlainGroup:
 
 
 def _side_by_side(tables: list[Table]) -> SideBySide | None:
-    """Return threads for tables that read files; None where that does not help.
+    """Return threads for tables that read files; None if that does not help.
 
     Tables on a device keep to the thread of their caller, whose stream they work on.
     """
