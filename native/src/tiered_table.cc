@@ -84,8 +84,7 @@ TieredTable::TieredTable(std::shared_ptr<Table> hot, const TieredSpec& spec, Col
   hot_->become_hot_tier();
   const std::uint64_t others = 2 * cold_.buffer_bytes() + spec_.memory_bytes / kLeastRecent +
                                least_hot_rows(spec_.memory_bytes, row_cost_) * row_cost_ +
-                               hot_->stats().bytes_total +
-                               3 * spec_.memory_bytes / kStep;  // that the hot table has yet to give back
+                               hot_->stats().bytes_total;
   index_bytes_ = memory_limit() - std::min(memory_limit(), others);
   most_rows_ = most_indexed(index_bytes_);
 }
@@ -305,8 +304,9 @@ std::size_t TieredTable::spill(std::size_t incoming) {
   if (rows <= room.rows) return 0;
   // More than is missing, so that the next batches find room.
   const std::uint64_t wanted = rows - room.rows + room.rows / 64;
-  const std::uint64_t half = std::max<std::uint64_t>(cold_.buffer_bytes() / cold_.record_bytes() / 2, 1);
-  const std::size_t moved = move_out(std::min<std::uint64_t>({wanted, half, kMovedAtOnce}));
+  // Less than half a buffer, for which there is room: idle_rows() may find somewhat more.
+  const std::uint64_t some = std::max<std::uint64_t>(cold_.buffer_bytes() / cold_.record_bytes() * 3 / 8, 1);
+  const std::size_t moved = move_out(std::min<std::uint64_t>({wanted, some, kMovedAtOnce}));
   return moved == 0 || moved >= rows - room.rows ? 0 : rows - room.rows - moved;
 }
 

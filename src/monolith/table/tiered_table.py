@@ -430,8 +430,6 @@ class TieredTable:
         with self._open(writing=True) as core:
             keys = arguments.id_array(ids)
             self._count(len(keys))
-            if core.must_shrink:
-                self._shrink(core)
             with _errors():
                 missing = core.count_missing(keys)
                 self._make_room(core, missing)
@@ -442,6 +440,8 @@ class TieredTable:
             # A batch may have more rows than are to be hot: they leave with the next one, and no later.
             core.count_missing(np.zeros(0, np.int64))
             self._make_room(core, 0)
+            if core.must_shrink:
+                self._shrink(core)
 
     def _check_room(self, core: native.TieredTable, absent: int) -> None:
         """Refuse rows that are to be restored where there is no memory for their index: none may be lost."""
