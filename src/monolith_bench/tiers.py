@@ -383,11 +383,11 @@ def race_tables(
         )
 
     def in_turn(batch: int) -> None:
-        cells = batches[batch].split(sizes.tolist())
+        cells = torch.split(batches[batch], sizes.tolist())
         for table, ids in zip(tables, cells, strict=True):
             table.lookup(ids)
         moment = next(clock)
-        for table, ids, grads in zip(tables, cells, gradients.split(sizes.tolist()), strict=True):
+        for table, ids, grads in zip(tables, cells, torch.split(gradients, sizes.tolist()), strict=True):
             table.apply_gradients(ids, grads, event_time=moment, dedup=True)
 
     turns = itertools.cycle(range(len(batches)))
