@@ -190,6 +190,8 @@ void bind_tiered_table(nb::module_& m) {
       .def_ro("compactions", &ColdStats::compactions)
       .def_ro("rows_compacted", &ColdStats::rows_compacted);
 
+  nb::class_<TieredTable::Expiry>(m, "TieredExpiry", "How far rows of a tiered table have expired.");
+
   nb::class_<TieredTable>(m, "TieredTable", "A table with its hot rows in memory and all others in files.")
       .def(
           "__init__",
@@ -204,6 +206,8 @@ void bind_tiered_table(nb::module_& m) {
           "buffer_bytes"_a, "recent_bytes"_a)
       .def_prop_ro("cold_rows", &TieredTable::cold_rows)
       .def_prop_ro("hot_rows_allowed", &TieredTable::hot_rows_allowed)
+      .def_prop_ro("most_rows", &TieredTable::most_rows,
+                   "Rows for which the memory has an index; new ids beyond them are refused.")
       .def_prop_ro("cold_memory_bytes", &TieredTable::cold_memory_bytes,
                    "Bytes of memory other than those of the hot table.")
       .def_prop_ro("evicted", &TieredTable::evicted, "Cold rows that expired.")
@@ -219,14 +223,21 @@ void bind_tiered_table(nb::module_& m) {
            "Note a batch that is to be written; returns how many distinct ids have no hot row.")
       .def("spill", &TieredTable::spill, "incoming"_a, nb::call_guard<GilReleased>(),
            "Move some hot rows out if so many more do not fit; returns how many are still too many.")
-      .def("bring", &TieredTable::bring, nb::call_guard<GilReleased>(), "Move the cold rows of the batch in.")
+      .def("bring", &TieredTable::bring, nb::call_guard<GilReleased>(),
+           "Move the cold rows of the batch in; returns how many of its ids have no row.")
       .def("shrink", &TieredTable::shrink, nb::call_guard<GilReleased>(),
            "Give back memory that hot rows no longer need.")
       .def("wait_for_room", &TieredTable::wait_for_room, "seconds"_a, nb::call_guard<GilReleased>())
       .def("flush", &TieredTable::flush, nb::call_guard<GilReleased>(),
            "Wait until everything is written and compacted.")
       .def("count_expired", &TieredTable::count_expired, "now"_a, nb::call_guard<GilReleased>())
-      .def("evict", &TieredTable::evict, "now"_a, nb::call_guard<GilReleased>())
+      .def(
+          "expiry",
+          [](const TieredTable& table, std::int64_t now) { return TieredTable::Expiry(table, now); }, "now"_a)
+      .def("find_expired", &TieredTable::find_expired, "expiry"_a, nb::call_guard<GilReleased>(),
+           "Find the next expired rows, while others write; False if there are no more.")
+      .def("drop_expired", &TieredTable::drop_expired, "expiry"_a, nb::call_guard<GilReleased>(),
+           "Drop what find_expired found; returns how many.")
       .def("clear", &TieredTable::clear, "rows"_a = 0, nb::call_guard<GilReleased>())
       .def("digests", &digests, "buckets"_a.noconvert(), "number"_a, "total"_a, "sums"_a.noconvert())
       .def("scan_cold", &scan_cold, "cursor"_a, "last"_a, "limit"_a, "of_snapshot"_a, "changed_only"_a,

@@ -72,7 +72,9 @@ void BlockReader::run(std::span<Read> reads, const Done& done) {
   }
   if (reads.size() > 1) {
     const std::size_t wanted = std::min<std::size_t>(reads.size(), static_cast<std::size_t>(threads_)) - 1;
-    while (team_.size() < wanted) team_.emplace_back([this] { serve(); });
+    helpers_ += wanted;
+    const std::size_t useful = std::min(helpers_, static_cast<std::size_t>(threads_) - 1);
+    while (team_.size() < useful) team_.emplace_back([this] { serve(); });
     jobs_.push_back(&job);
     lock.unlock();
     for (std::size_t i = 0; i < wanted; ++i) wanted_.notify_one();
@@ -80,6 +82,7 @@ void BlockReader::run(std::span<Read> reads, const Done& done) {
     lock.lock();
     std::erase(jobs_, &job);
     left_.wait(lock, [&] { return job.helpers == 0; });
+    helpers_ -= wanted;
   } else {
     lock.unlock();
     work(job, buffer);

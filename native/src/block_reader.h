@@ -28,7 +28,8 @@ struct Free {
 using Aligned = std::unique_ptr<std::byte, Free>;
 Aligned aligned(std::size_t bytes);  // to 4096
 
-// Thread-safe. Threads are started by the first call that has work for them, and sleep between calls.
+// Thread-safe. Threads are started by the first call that has work for them, and sleep between calls. Calls
+// of several threads read side by side, with as many threads as they have reads together.
 class BlockReader {
  public:
   struct Read {
@@ -73,6 +74,7 @@ class BlockReader {
   std::condition_variable wanted_, left_;
   std::deque<Job*> jobs_;
   std::vector<Buffer> buffers_;  // for threads that call run()
+  std::size_t helpers_ = 0;      // that calls under way have work for, together
   bool stopping_ = false;
   std::vector<std::thread> team_;
 };

@@ -23,9 +23,18 @@ constexpr std::size_t kBlockHead = 16;
 constexpr std::size_t kMostAtOnce = 64 << 10;               // one read of blocks that follow each other
 constexpr std::size_t kStreamBytes = std::size_t{1} << 20;  // one write, and one read of a whole file
 constexpr std::size_t kLocked = 4096;                       // IDs that are looked up under one lock
+constexpr std::size_t kMoved = 1024;                        // rows that the thread moves under one lock
+constexpr std::size_t kHeads = 65536;                       // of a buffer that are copied at once
+constexpr std::size_t kVisited = 1 << 18;                   // entries that a scan goes over under one lock
 constexpr std::size_t kAhead = 16;
 constexpr char kMagic[8] = {'M', 'O', 'N', 'O', 'C', 'O', 'L', 'D'};
 constexpr std::uint32_t kVersion = 1;
+
+// Between two turns with a lock. A thread that waits for it needs a moment to wake up, and would find it taken
+// again.
+void give_way() {
+  std::this_thread::sleep_for(std::chrono::microseconds(50));
+}
 
 std::size_t rounded(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
@@ -105,6 +114,7 @@ struct ColdStore::File {
   std::uint32_t newest_epoch = 0;  // of its records
   bool adopted = false;            // another process wrote it: newest_epoch is that of all, whatever they say
   bool linked = false;             // among the links of the open snapshot
+  bool filling = false;            // rows are on their way to it, from a buffer
 
   File() = default;
   File(const File&) = delete;
@@ -198,7 +208,8 @@ bool ColdStore::of_snapshot(const File& file) const {
   return snapshot_open_ && file.sequence < mark_;
 }
 
-// Entries of a snapshot may lead to it: then it stays until that is closed.
+// Entries of a snapshot may lead to it: then it stays until that is closed. To remove a file, or the memory
+// of a buffer, may take long.
 void ColdStore::release(const std::shared_ptr<File>& file) {
   if (std::exchange(file->ripe, false)) --ripe_;
   if (of_snapshot(*file)) {
@@ -206,7 +217,8 @@ void ColdStore::release(const std::shared_ptr<File>& file) {
     return;
   }
   free_slots_.push_back(file->slot);
-  files_[file->slot] = nullptr;
+  dead_.push_back(std::move(files_[file->slot]));
+  work_.notify_all();
 }
 
 const std::byte* ColdStore::in_memory(std::uint64_t location) const {
@@ -244,7 +256,7 @@ bool ColdStore::erase(std::uint64_t hash, std::uint64_t location) {
     captured_[ColdIndex::partition_of(hash)].push_back(ColdIndex::tag_of(hash) << ColdIndex::kLocationBits |
                                                        location);
   --file->live;
-  if (file->buffer != nullptr) return true;
+  if (file->buffer != nullptr || file->filling) return true;
   if (file->live == 0) {
     release(file);
   } else if (!file->ripe && 2 * file->live < file->rows) {
@@ -280,8 +292,9 @@ bool ColdStore::wait_for_room(double seconds) {
 void ColdStore::flush() {
   std::unique_lock lock(mutex_);
   seal();
-  done_.wait(lock,
-             [&] { return stopping_ || (sealed_.empty() && !busy_ && (ripe_ == 0 || snapshot_open_)); });
+  done_.wait(lock, [&] {
+    return stopping_ || (sealed_.empty() && dead_.empty() && !busy_ && (ripe_ == 0 || snapshot_open_));
+  });
 }
 
 std::size_t ColdStore::forget(std::span<const std::uint64_t> hashes, const std::uint64_t* locations,
@@ -297,13 +310,6 @@ std::size_t ColdStore::forget(std::span<const std::uint64_t> hashes, const std::
     }
   }
   return count;
-}
-
-std::size_t ColdStore::alive(std::span<const std::uint64_t> hashes, const std::uint64_t* locations) const {
-  std::size_t found = 0;
-  std::lock_guard lock(mutex_);
-  for (std::size_t i = 0; i < hashes.size(); ++i) found += index_.contains(hashes[i], locations[i]);
-  return found;
 }
 
 void ColdStore::clear() {
@@ -435,25 +441,26 @@ std::size_t ColdStore::adopt(const std::string& path, std::span<const std::uint8
   const std::uint64_t base = std::uint64_t{file->slot} << kRowBits;
   std::vector<RecordHead> heads, taken;
   std::uint64_t before = 0;
-  read_directory(*file, memory.get(), heads, [&](std::span<const RecordHead> some, std::uint64_t row) {
+  for (std::size_t row = 0; row < file->rows; row += heads.size()) {
+    read_heads(*file, row, memory.get(), heads);
     taken.clear();
-    for (std::size_t at = 0; at < some.size();) {
+    for (std::size_t at = 0; at < heads.size();) {
       std::lock_guard lock(mutex_);
-      for (const std::size_t end = std::min(some.size(), at + kLocked); at < end; ++at) {
+      for (const std::size_t end = std::min(heads.size(), at + kLocked); at < end; ++at) {
         const std::uint64_t number = row + at;
-        if (number > 0 && some[at].hash <= before)
+        if (number > 0 && heads[at].hash <= before)
           throw ColdDamage(path, (1 + file->row_blocks + number / per_block) * block_bytes_,
                            "its directory is not in the order of hashes");
-        before = some[at].hash;
-        if (at + kAhead < some.size()) index_.prefetch(some[at + kAhead].hash);
+        before = heads[at].hash;
+        if (at + kAhead < heads.size()) index_.prefetch(heads[at + kAhead].hash);
         if ((alive[number / 8] >> number % 8 & 1) == 0) continue;
-        index_.insert(some[at].hash, base + number);
+        index_.insert(heads[at].hash, base + number);
         ++file->live;
-        taken.push_back(some[at]);
+        taken.push_back(heads[at]);
       }
     }
     each(taken);
-  });
+  }
   std::lock_guard lock(mutex_);
   const std::size_t live = file->live;
   if (live == 0) {
@@ -620,23 +627,24 @@ ColdChunk ColdStore::scan(std::uint64_t cursor, std::uint64_t last, std::size_t 
     std::lock_guard lock(mutex_);
     if (of_snap && !snapshot_open_) throw std::invalid_argument("scan: the snapshot was closed");
     std::vector<std::uint32_t> places(files_.size());
-    std::size_t count = 0;
+    std::size_t count = 0, visited = 0;
     std::uint64_t before = 0;
     // Whole prefixes are read: the rows of one are in no known order.
     const auto visit = [&](std::size_t partition, std::uint64_t entry) {
       const std::uint64_t prefix = ColdIndex::prefix_of(partition, entry);
       if (prefix > last >> kUnknown) return false;
-      if (count >= limit && prefix != before) {
+      if ((count >= limit || visited >= kVisited) && prefix != before) {
         next = prefix;
         more = true;
         return false;
       }
+      before = prefix;
+      ++visited;
       const std::uint64_t location = entry & ColdIndex::kLocationMask;
       const std::shared_ptr<File>& file = files_[location >> kRowBits];
       if (of_snap && !of_snapshot(*file)) return true;
       if (unlinked && file->linked) return true;
       if (since != 0 && file->buffer == nullptr && file->newest_epoch <= since) return true;
-      before = prefix;
       ++count;
       if (const std::byte* const held = in_memory(location)) {
         take(held);
@@ -692,65 +700,97 @@ ColdChunk ColdStore::scan(std::uint64_t cursor, std::uint64_t last, std::size_t 
   return chunk;
 }
 
-void ColdStore::heads(std::uint32_t time,
-                      const std::function<void(std::span<const RecordHead>, std::uint64_t)>& each) {
-  Files files;
+bool ColdStore::next(HeadWalk& walk) {
+  std::size_t& first = walk.first_;
+  std::size_t rows = 0;
+  walk.file_ = nullptr;
   {
-    std::lock_guard lock(mutex_);
-    for (const auto& file : files_)
-      if (file != nullptr && file->live > 0 && file->oldest <= time) files.push_back(file);
+    std::unique_lock lock(mutex_);
+    // Rows that are on their way from a buffer to a file are met in the file, once all are there.
+    done_.wait(lock, [&] {
+      bool filling = false;
+      for (const std::shared_ptr<File>& file : files_) {
+        if (file == nullptr || file->oldest > walk.time_) continue;
+        filling |= file->filling;
+        if (file->filling || file->live == 0) continue;
+        const auto seen = walk.seen_.find(file->number);
+        first = seen != walk.seen_.end() ? seen->second : 0;
+        rows = file->rows;
+        if (first == rows) continue;
+        walk.file_ = file;
+        return true;
+      }
+      return !filling;
+    });
   }
-  std::vector<RecordHead> heads;
-  Aligned memory;
-  for (const auto& file : files) {
-    const std::uint64_t first = std::uint64_t{file->slot} << kRowBits;
-    heads.clear();
-    {
-      std::lock_guard lock(mutex_);
-      if (file->buffer != nullptr)
-        for (std::size_t row = 0; row < file->rows; ++row)
-          heads.push_back(head_at(file->buffer.get() + row * record_bytes_));
+  if (walk.file_ == nullptr) return false;
+  const File& file = *walk.file_;
+  if (file.buffer != nullptr) {  // what is in it stays as it is
+    walk.heads_.resize(std::min(kHeads, rows - first));
+    for (std::size_t i = 0; i < walk.heads_.size(); ++i)
+      walk.heads_[i] = head_at(file.buffer.get() + (first + i) * record_bytes_);
+  } else {
+    if (walk.memory_ == nullptr)
+      walk.memory_ = aligned(std::max<std::size_t>(kStreamBytes / block_bytes_, 1) * block_bytes_);
+    first = read_heads(file, first, walk.memory_.get(), walk.heads_);
+  }
+  walk.seen_[file.number] = first + walk.heads_.size();
+  return true;
+}
+
+void ColdStore::forget(const HeadWalk& walk, std::span<const std::uint32_t> positions,
+                       std::vector<std::uint64_t>& gone) {
+  const std::uint64_t base = (std::uint64_t{walk.file_->slot} << kRowBits) + walk.first_;
+  for (std::size_t at = 0; at < positions.size();) {
+    if (at > 0) give_way();
+    std::lock_guard lock(mutex_);
+    for (const std::size_t end = std::min(positions.size(), at + kLocked); at < end; ++at) {
+      // Another file may have its place by now.
+      if (files_[walk.file_->slot] != walk.file_) return;
+      const std::uint64_t hash = walk.heads_[positions[at]].hash;
+      if (at + kAhead < positions.size()) index_.prefetch(walk.heads_[positions[at + kAhead]].hash);
+      if (erase(hash, base + positions[at])) gone.push_back(hash);
     }
-    if (!heads.empty()) {
-      each(heads, first);
-      continue;
-    }
-    if (memory == nullptr)
-      memory = aligned(std::max<std::size_t>(kStreamBytes / block_bytes_, 1) * block_bytes_);
-    read_directory(*file, memory.get(), heads,
-                   [&](std::span<const RecordHead> some, std::uint64_t row) { each(some, first + row); });
   }
 }
 
-template <class Each>
-void ColdStore::read_directory(const File& file, std::byte* memory, std::vector<RecordHead>& heads,
-                               Each&& each) {
+std::size_t ColdStore::alive(const HeadWalk& walk, std::span<const std::uint32_t> positions) const {
+  const std::uint64_t base = (std::uint64_t{walk.file_->slot} << kRowBits) + walk.first_;
+  std::size_t found = 0;
+  for (std::size_t at = 0; at < positions.size();) {
+    std::lock_guard lock(mutex_);
+    if (files_[walk.file_->slot] != walk.file_) break;
+    for (const std::size_t end = std::min(positions.size(), at + kLocked); at < end; ++at)
+      found += index_.contains(walk.heads_[positions[at]].hash, base + positions[at]);
+  }
+  return found;
+}
+
+std::size_t ColdStore::read_heads(const File& file, std::size_t row, std::byte* memory,
+                                  std::vector<RecordHead>& heads) {
   const std::size_t at_once = std::max<std::size_t>(kStreamBytes / block_bytes_, 1);
   const std::size_t per_block = (block_bytes_ - kBlockHead) / sizeof(RecordHead);
-  for (std::uint64_t block = 0; block < file.directory_blocks; block += at_once) {
-    const std::uint64_t some = std::min<std::uint64_t>(at_once, file.directory_blocks - block);
-    const std::uint64_t from = 1 + file.row_blocks + block;
-    BlockReader::Read read{file.descriptor, from * block_bytes_, some * block_bytes_, memory};
-    reader_->run({&read, 1});
-    if (read.error != 0)
-      throw ColdDamage(file.path, read.offset,
-                       read.error < 0 ? "the file ends too early"
-                                      : std::string("it cannot be read: ") + std::strerror(read.error));
-    const std::size_t begun = block * per_block;
-    heads.resize(std::min<std::size_t>(some * per_block, file.rows - begun));
-    for (std::uint64_t i = 0; i < some; ++i) {
-      const std::byte* const bytes = memory + i * block_bytes_;
-      check(file, from + i, bytes, {});
-      const std::size_t count = std::min(per_block, heads.size() - i * per_block);
-      std::memcpy(heads.data() + i * per_block, bytes + kBlockHead, count * sizeof(RecordHead));
-    }
-    {
-      std::lock_guard lock(mutex_);
-      counts_.bytes_read += read.bytes;
-      ++counts_.reads;
-    }
-    each(std::span<const RecordHead>(heads), begun);
+  const std::uint64_t block = row / per_block;
+  const std::uint64_t some = std::min<std::uint64_t>(at_once, file.directory_blocks - block);
+  const std::uint64_t from = 1 + file.row_blocks + block;
+  BlockReader::Read read{file.descriptor, from * block_bytes_, some * block_bytes_, memory};
+  reader_->run({&read, 1});
+  if (read.error != 0)
+    throw ColdDamage(file.path, read.offset,
+                     read.error < 0 ? "the file ends too early"
+                                    : std::string("it cannot be read: ") + std::strerror(read.error));
+  const std::size_t first = block * per_block;
+  heads.resize(std::min<std::size_t>(some * per_block, file.rows - first));
+  for (std::uint64_t i = 0; i < some; ++i) {
+    const std::byte* const bytes = memory + i * block_bytes_;
+    check(file, from + i, bytes, {});
+    const std::size_t count = std::min(per_block, heads.size() - i * per_block);
+    std::memcpy(heads.data() + i * per_block, bytes + kBlockHead, count * sizeof(RecordHead));
   }
+  std::lock_guard lock(mutex_);
+  counts_.bytes_read += read.bytes;
+  ++counts_.reads;
+  return first;
 }
 
 // ---- the thread that writes and compacts ---------------------------------------------------------
@@ -758,28 +798,44 @@ void ColdStore::read_directory(const File& file, std::byte* memory, std::vector<
 void ColdStore::serve() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    work_.wait(lock, [&] { return stopping_ || !sealed_.empty() || (ripe_ > 0 && !snapshot_open_); });
+    const auto compacts = [&] { return ripe_ > 0 && !snapshot_open_; };
+    work_.wait(lock, [&] { return stopping_ || !sealed_.empty() || !dead_.empty() || compacts(); });
     if (stopping_) return;
     busy_ = true;
     if (!sealed_.empty()) {
-      const std::shared_ptr<File> sealed = sealed_.front();
-      lock.unlock();
-      write(sealed);
-      lock.lock();
-      if (!sealed_.empty() && sealed_.front() == sealed) sealed_.pop_front();
-    } else if (const std::shared_ptr<File> file = worth_compacting()) {
+      write_first(lock);
+    } else if (const std::shared_ptr<File> file = compacts() ? worth_compacting() : nullptr) {
       lock.unlock();
       compact(file);
       lock.lock();
     }
+    drop_dead(lock);
     busy_ = false;
     done_.notify_all();
   }
 }
 
+void ColdStore::write_first(std::unique_lock<std::mutex>& lock) {
+  const std::shared_ptr<File> sealed = sealed_.front();
+  lock.unlock();
+  write(sealed);
+  lock.lock();
+  if (!sealed_.empty() && sealed_.front() == sealed) sealed_.pop_front();
+  done_.notify_all();
+}
+
+void ColdStore::drop_dead(std::unique_lock<std::mutex>& lock) {
+  if (dead_.empty()) return;
+  std::vector<std::shared_ptr<File>> dead = std::exchange(dead_, {});
+  lock.unlock();
+  dead.clear();
+  lock.lock();
+}
+
 // Notes why nothing can be written, and waits before the next attempt; false if the store is closed.
 bool ColdStore::pause(std::unique_lock<std::mutex>& lock, const std::string& trouble) {
   trouble_ = trouble;
+  drop_dead(lock);  // which may make room
   done_.notify_all();
   work_.wait_for(lock, std::chrono::milliseconds(500), [&] { return stopping_; });
   return !stopping_;
@@ -828,23 +884,30 @@ void ColdStore::write(const std::shared_ptr<File>& sealed) {
     if (!pause(lock, trouble)) return;
   }
   lock.unlock();
-  // From here on a row is moved as a whole: a reader finds it in the buffer or in the file.
-  const std::lock_guard still(moves_);
+  std::unique_lock still(moves_);
   lock.lock();
   if (files_[sealed->slot] != sealed) return;
   if (file != nullptr) {
+    file->filling = true;
     const std::shared_ptr<File> placed = add_file();  // gives it a slot
     file->slot = placed->slot;
     file->sequence = sealed->sequence;
     files_[file->slot] = file;
     const std::uint64_t to = std::uint64_t{file->slot} << kRowBits;
+    // A row is moved as a whole: a reader finds it in the buffer or in the file. All others come in between.
     for (std::size_t row = 0; row < records.size();) {
-      for (const std::size_t end = std::min(records.size(), row + kLocked); row < end; ++row) {
+      for (const std::size_t end = std::min(records.size(), row + kMoved); row < end; ++row) {
+        if (row + kAhead < records.size()) index_.prefetch(hash_at(records[row + kAhead]));
         if (index_.move(hash_at(records[row]), location_of(records[row]), to + row)) ++file->live;
       }
-      lock.unlock();  // readers come in between
+      lock.unlock();
+      still.unlock();
+      give_way();
+      still.lock();
       lock.lock();
+      if (files_[sealed->slot] != sealed) return;  // cleared, and the file with it
     }
+    file->filling = false;
     counts_.rows_written += records.size();
     counts_.bytes_written += (1 + file->row_blocks + file->directory_blocks) * block_bytes_;
     sealed->live = 0;
@@ -954,8 +1017,8 @@ std::shared_ptr<ColdStore::File> ColdStore::worth_compacting() const {
   return best;
 }
 
-// Moves the live rows of a file to the buffer, a MiB at a time. Stops where a snapshot is opened, which would
-// have to remember each of them.
+// Moves the live rows of a file to the buffer. Full buffers are written in between: training may wait for
+// that. Stops where a snapshot is opened, which would have to remember each row that moves.
 void ColdStore::compact(const std::shared_ptr<File>& file) {
   const std::size_t at_once = std::max<std::size_t>(kStreamBytes / block_bytes_, 1);
   const Aligned memory = aligned(at_once * block_bytes_);
@@ -980,17 +1043,19 @@ void ColdStore::compact(const std::shared_ptr<File>& file) {
       if (std::exchange(file->ripe, false)) --ripe_;
       return;
     }
-    const std::lock_guard still(moves_);
-    std::lock_guard lock(mutex_);
-    if (snapshot_open_ || stopping_ || files_[file->slot] != file) return;
-    counts_.bytes_read += read.bytes;
-    ++counts_.reads;
-    for (std::uint64_t i = 0; i < some; ++i) {
-      const std::size_t begin = (block + i) * rows_per_block_;
-      const std::size_t end = std::min(begin + rows_per_block_, file->rows);
-      for (std::size_t row = begin; row < end && file->live > 0; ++row) {
-        std::byte* const record =
-            memory.get() + i * block_bytes_ + kBlockHead + (row - begin) * record_bytes_;
+    const std::size_t begin = block * rows_per_block_;
+    const std::size_t end = std::min<std::size_t>(begin + some * rows_per_block_, file->rows);
+    for (std::size_t row = begin; row < end; give_way()) {
+      const std::lock_guard still(moves_);
+      std::lock_guard lock(mutex_);
+      if (snapshot_open_ || stopping_ || files_[file->slot] != file) return;
+      if (row == begin) {
+        counts_.bytes_read += read.bytes;
+        ++counts_.reads;
+      }
+      for (const std::size_t stop = std::min(end, row + kMoved); row < stop; ++row) {
+        std::byte* const record = memory.get() + (row / rows_per_block_ - block) * block_bytes_ + kBlockHead +
+                                  row % rows_per_block_ * record_bytes_;
         if (file->adopted) put_epoch(record, file->newest_epoch);
         const std::uint64_t hash = hash_at(record);
         if (!index_.erase(hash, first + row)) continue;
@@ -999,6 +1064,9 @@ void ColdStore::compact(const std::shared_ptr<File>& file) {
         ++moved;
       }
     }
+    std::unique_lock lock(mutex_);
+    while (!sealed_.empty() && !stopping_) write_first(lock);
+    drop_dead(lock);
     if (file->live == 0) break;
   }
   std::lock_guard lock(mutex_);

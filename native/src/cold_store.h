@@ -35,6 +35,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "block_reader.h"
@@ -151,15 +152,22 @@ class ColdStore {
   // `gone`.
   std::size_t forget(std::span<const std::uint64_t> hashes, const std::uint64_t* locations,
                      std::vector<std::uint64_t>* gone = nullptr);
-  // How many are at their locations.
-  std::size_t alive(std::span<const std::uint64_t> hashes, const std::uint64_t* locations) const;
   // Up to `limit` rows with hashes from `cursor` to `last`; those of the snapshot, if wanted, or of it those
   // in no file of links(). Files without a record of an epoch beyond `since` are left out.
   ColdChunk scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool of_snapshot,
                  bool unlinked = false, std::uint32_t since = 0);
-  // Calls each(heads, location of the first) for all rows, dead ones included, of files with rows that are
-  // not newer than `time`.
-  void heads(std::uint32_t time, const std::function<void(std::span<const RecordHead>, std::uint64_t)>& each);
+  // A walk over the heads of all rows, dead ones included, of files with rows that are not newer than `time`,
+  // a part of a file at a time. Rows may come, go and move meanwhile: one that was there when the walk began
+  // is met where it was or where it moved to.
+  class HeadWalk;
+  // Moves to the next part; false at the end. Waits for no lock for long, but for the disk.
+  bool next(HeadWalk& walk);
+  // Removes rows of the part that the walk is at, by their positions in it, if they are still there; appends
+  // their hashes to `gone`.
+  void forget(const HeadWalk& walk, std::span<const std::uint32_t> positions,
+              std::vector<std::uint64_t>& gone);
+  // How many of them are still there.
+  std::size_t alive(const HeadWalk& walk, std::span<const std::uint32_t> positions) const;
   void clear();
 
   // Snapshots, one at a time: the rows of this moment stay readable until it is closed, at 8 bytes for each
@@ -202,13 +210,17 @@ class ColdStore {
   void fetch(std::vector<Wanted>& wanted, const Files& files, Each&& each);
   void check(const File& file, std::uint64_t block, const std::byte* bytes,
              std::span<const Wanted> wanted) const;
-  // Calls each(heads, the number of the first) for the rows of a file.
-  template <class Each>
-  void read_directory(const File& file, std::byte* memory, std::vector<RecordHead>& heads, Each&& each);
+  // Reads the heads of rows of a file from `row` on, some at a time, and returns the number of the first:
+  // that of its block of the directory.
+  std::size_t read_heads(const File& file, std::size_t row, std::byte* memory,
+                         std::vector<RecordHead>& heads);
   std::uint64_t key_of(const File& file, std::uint64_t location) const;
   bool of_snapshot(const File& file) const;
 
   void serve();
+  // With mutex_ held, which they release for a while.
+  void write_first(std::unique_lock<std::mutex>& lock);
+  void drop_dead(std::unique_lock<std::mutex>& lock);
   void write(const std::shared_ptr<File>& sealed);
   void write_file(File& file, const std::vector<const std::byte*>& records) const;
   std::shared_ptr<File> worth_compacting() const;
@@ -231,6 +243,7 @@ class ColdStore {
   std::vector<std::uint32_t> free_slots_;
   std::shared_ptr<File> open_;  // takes what is appended
   std::deque<std::shared_ptr<File>> sealed_;
+  std::vector<std::shared_ptr<File>> dead_;  // removed by the thread, since no lock is to wait for that
   std::uint64_t next_number_ = 1;
   ColdStats counts_;
   std::string trouble_;
@@ -249,6 +262,21 @@ class ColdStore {
   std::atomic<std::size_t> remembered_{0};
 
   std::thread thread_;
+};
+
+class ColdStore::HeadWalk {
+ public:
+  explicit HeadWalk(std::uint32_t time) : time_(time) {}
+  std::span<const RecordHead> heads() const { return heads_; }
+
+ private:
+  friend class ColdStore;
+  std::uint32_t time_;
+  std::unordered_map<std::uint64_t, std::size_t> seen_;  // by number of the file: how many of its rows
+  std::shared_ptr<File> file_;
+  std::size_t first_ = 0;  // the number in the file of the first of heads_
+  std::vector<RecordHead> heads_;
+  Aligned memory_;
 };
 
 }  // namespace monolith

@@ -408,6 +408,27 @@ std::size_t Table::evict(std::int64_t now) {
     std::lock_guard lock(body.mutex);
     for (const auto& part : body.partitions) parts.push_back(part.get());
   }
+  return evict_from(body, parts, now);
+}
+
+std::size_t Table::evict_some(std::int64_t now, std::uint64_t& cursor, std::size_t slots) {
+  Writing writing(*this);
+  Body& body = *body_.load();
+  std::vector<Partition*> parts;
+  for (std::size_t walked = 0; walked < slots;) {
+    const Epochs::Visit visit(epochs_);
+    Partition& part = *body.route(cursor);
+    std::lock_guard lock(part.mutex);
+    if (!part.owns(cursor)) continue;  // it split meanwhile
+    parts.push_back(&part);
+    walked += part.index.load(std::memory_order_relaxed).size();
+    cursor = part.last.load(std::memory_order_relaxed) + 1;
+    if (cursor == 0) break;
+  }
+  return evict_from(body, parts, now);
+}
+
+std::size_t Table::evict_from(Body& body, const std::vector<Partition*>& parts, std::int64_t now) {
   std::atomic<std::size_t> total{0};
   spread(parts.size(), 4, [&](std::size_t begin, std::size_t end) {
     std::vector<std::uint64_t> gone;

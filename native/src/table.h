@@ -115,6 +115,9 @@ class Table {
   // Moves whole rows out: copies the rows of distinct ids, then removes them; zeros for an id without a row.
   void take(std::span<const std::int64_t> ids, std::int64_t* times, float* values, float* state);
   std::size_t evict(std::int64_t now);
+  // The same for rows with hashes from `cursor` on, about as many as have so many slots of the index. Sets
+  // `cursor` to where to continue, 0 at the end.
+  std::size_t evict_some(std::int64_t now, std::uint64_t& cursor, std::size_t slots);
   std::size_t count_expired(std::int64_t now) const;
   // Removes all rows. `rows` is how many are expected next, so that loading them need not grow the index step
   // by step.
@@ -152,6 +155,8 @@ class Table {
   void move_in(std::span<const std::byte> records);
   // Called once, before the first row: freed memory of the index returns to the system.
   void become_hot_tier();
+  // How many new IDs get a row from now on; others are refused.
+  void allow_new(std::uint64_t rows) { new_allowed_.store(static_cast<std::int64_t>(rows)); }
   // Moves rows together until there is memory for so many, or for as many as there are, and gives the rest
   // back to the system; false while a snapshot is open.
   bool shrink_to(std::size_t rows);
@@ -238,9 +243,11 @@ class Table {
   std::uint32_t take_row(Body& body, Partition& part);
   void free_row(Body& body, Partition& part, std::uint32_t row);
   Slot* insert(Body& body, Partition& part, std::uint64_t hash, std::uint32_t time);
+  bool take_allowance() { return !hot_tier_ || new_allowed_.fetch_sub(1, std::memory_order_relaxed) > 0; }
   Index make_index(Body& body, std::size_t rows) const;  // empty; null if the budget is spent
   bool resize(Body& body, Partition& part, std::size_t rows);
   void split(Body& body, Partition& part);
+  std::size_t evict_from(Body& body, const std::vector<Partition*>& parts, std::int64_t now);
   std::size_t expire_oldest(Body& body, Partition& part, std::size_t wanted, std::uint32_t time);
 
   bool watched() const { return snapshot_ != nullptr || changes_ != nullptr; }
@@ -308,6 +315,7 @@ class Table {
 
   std::unique_ptr<RowUses> uses_;  // of one caller at a time; null unless this is a hot tier
   bool hot_tier_ = false;
+  std::atomic<std::int64_t> new_allowed_{std::numeric_limits<std::int64_t>::max()};  // of a hot tier
   double hand_ = 0;  // the share of each index that the search for idle rows is through with
 
   std::mutex batches_mutex_;                     // guards batches_

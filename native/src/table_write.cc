@@ -147,6 +147,9 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
       }
     }
   }
+  if (hot_tier_)
+    new_count = std::min<std::uint64_t>(
+        new_count, std::max<std::int64_t>(new_allowed_.load(std::memory_order_relaxed), 0));
   if (new_count > 0) grow_for(body, part, static_cast<std::uint32_t>(new_count), latest);
   const std::uint32_t mask = time_mask(absent);
   for (std::size_t i = 0; i < count; ++i) {
@@ -156,7 +159,7 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
     const std::uint32_t time = times.at(items[i].position);
     Slot* slot = part.index.load(std::memory_order_relaxed).find(items[i].hash);
     if (slot == nullptr) {
-      slot = insert(body, part, items[i].hash, time);
+      slot = take_allowance() ? insert(body, part, items[i].hash, time) : nullptr;
       if (slot == nullptr) {
         ++part.refused;
         refused_.fetch_add(1, std::memory_order_relaxed);

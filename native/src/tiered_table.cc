@@ -1,6 +1,7 @@
 #include "tiered_table.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -11,8 +12,9 @@
 namespace monolith {
 namespace {
 
-constexpr std::size_t kMovedAtOnce = 16384;  // rows that move out by one call
-constexpr std::size_t kReadAtOnce = 65536;   // cold rows whose records are in memory at the same time
+constexpr std::size_t kMovedAtOnce = 16384;                   // rows that move out by one call
+constexpr std::size_t kExpiredAtOnce = std::size_t{1} << 18;  // slots of hot rows that are looked at
+constexpr std::size_t kReadAtOnce = 65536;  // cold rows whose records are in memory at the same time
 constexpr std::uint64_t kLastHash = std::numeric_limits<std::uint64_t>::max();
 // Of the index, per row: slots of 16 bytes, of which half are free when a partition has just split.
 constexpr std::size_t kIndexBytes = 32;
@@ -22,6 +24,7 @@ constexpr std::size_t kUseBytes = 2;  // of the counts of uses
 constexpr std::uint64_t kSpare = 32;
 constexpr std::uint64_t kStep = 64;         // memory is given back by one in so many
 constexpr std::uint64_t kLeastHot = 16;     // at least one in so many is for hot rows
+constexpr std::uint64_t kUneven = 16;       // the index may have one in so many bytes more than on average
 constexpr std::uint64_t kLeastRecent = 64;  // and for rows that lookups read: between one in so many
 constexpr std::uint64_t kMostRecent = 4;    // and one in so many
 
@@ -32,6 +35,15 @@ std::size_t hot_row_bytes(std::size_t row_bytes) {
 // An index that takes nearly all of the memory leaves a sixteenth: training continues, slowly.
 std::uint64_t least_hot_rows(std::uint64_t memory_bytes, std::size_t row_cost) {
   return std::max<std::uint64_t>(memory_bytes / kLeastHot / row_cost, 1);
+}
+
+// The most rows whose index has so many bytes.
+std::uint64_t most_indexed(std::uint64_t bytes) {
+  const std::uint64_t sure = bytes - bytes / kUneven;
+  std::uint64_t fit = 0;
+  for (std::uint64_t step = std::bit_floor(sure | 1); step > 0; step /= 2)
+    if (ColdIndex::expected_bytes(fit + step) <= sure) fit += step;
+  return std::max<std::uint64_t>(fit, 1);
 }
 
 void show(const Entry& entry, const std::byte* row, float* values) {
@@ -70,6 +82,15 @@ TieredTable::TieredTable(std::shared_ptr<Table> hot, const TieredSpec& spec, Col
       cold_(std::move(cold), std::move(reader)),
       recent_bytes_(cold_.stats().bytes_recent) {
   hot_->become_hot_tier();
+  const std::uint64_t others = 2 * cold_.buffer_bytes() + spec_.memory_bytes / kLeastRecent +
+                               least_hot_rows(spec_.memory_bytes, row_cost_) * row_cost_ +
+                               hot_->stats().bytes_total;
+  index_bytes_ = memory_limit() - std::min(memory_limit(), others);
+  most_rows_ = most_indexed(index_bytes_);
+}
+
+std::uint64_t TieredTable::memory_limit() const {
+  return spec_.memory_bytes - spec_.memory_bytes / kSpare;
 }
 
 // All that is in memory counts as it is, so rows are hot until the limit is reached. Then the hot table has
@@ -84,7 +105,7 @@ TieredTable::Room TieredTable::room() const {
   const std::uint64_t used = hot.bytes_total + room.held * kUseBytes + cold.bytes_index +
                              std::max<std::uint64_t>(cold.bytes_buffers, 2 * cold_.buffer_bytes()) +
                              std::max<std::uint64_t>(cold.bytes_recent, recent_bytes_);
-  const std::uint64_t limit = spec_.memory_bytes - spec_.memory_bytes / kSpare;
+  const std::uint64_t limit = memory_limit();
   room.over = used > limit ? used - limit : 0;
   // A part has no row, since each partition has free rows of its own.
   room.rows = room.held - room.held / 64;
@@ -117,8 +138,11 @@ void TieredTable::follow_lookups() {
   const std::uint64_t read = cold_.count_remembered();
   lately_ = read > lately_ ? std::min(read, lately_ + lately_ / 4 + 64) : lately_ - (lately_ - read) / 32;
   const std::uint64_t wanted = lately_ * 9 / 4 * (cold_.record_bytes() + 16);
-  recent_bytes_ = std::clamp(wanted, spec_.memory_bytes / kLeastRecent, spec_.memory_bytes / kMostRecent);
-  const std::uint64_t held = cold_.stats().bytes_recent;
+  const ColdStats cold = cold_.stats();
+  const std::uint64_t least = spec_.memory_bytes / kLeastRecent;
+  const std::uint64_t left = least + index_bytes_ - std::min(index_bytes_, cold.bytes_index);
+  recent_bytes_ = std::clamp(wanted, least, std::min(spec_.memory_bytes / kMostRecent, left));
+  const std::uint64_t held = cold.bytes_recent;
   if (recent_bytes_ < held && recent_bytes_ + recent_bytes_ / 4 > held) return;
   // More once the hot table has given memory for it.
   if (recent_bytes_ < held || room().over <= spec_.memory_bytes / kStep) cold_.remember_up_to(recent_bytes_);
@@ -280,14 +304,18 @@ std::size_t TieredTable::spill(std::size_t incoming) {
   if (rows <= room.rows) return 0;
   // More than is missing, so that the next batches find room.
   const std::uint64_t wanted = rows - room.rows + room.rows / 64;
-  const std::uint64_t half = std::max<std::uint64_t>(cold_.buffer_bytes() / cold_.record_bytes() / 2, 1);
-  const std::size_t moved = move_out(std::min<std::uint64_t>({wanted, half, kMovedAtOnce}));
+  // Less than half a buffer, for which there is room: idle_rows() may find somewhat more.
+  const std::uint64_t some = std::max<std::uint64_t>(cold_.buffer_bytes() / cold_.record_bytes() * 3 / 8, 1);
+  const std::size_t moved = move_out(std::min<std::uint64_t>({wanted, some, kMovedAtOnce}));
   return moved == 0 || moved >= rows - room.rows ? 0 : rows - room.rows - moved;
 }
 
-void TieredTable::bring() {
+std::size_t TieredTable::bring() {
   follow_lookups();
-  if (missing_.empty() || cold_.size() == 0) return;
+  const std::uint64_t rows = hot_->size() + cold_.size();
+  hot_->allow_new(most_rows_ - std::min(most_rows_, rows));
+  std::size_t absent = missing_.size();
+  if (absent == 0 || cold_.size() == 0) return absent;
   const std::size_t bytes = cold_.record_bytes();
   std::vector<std::byte> records;
   std::vector<std::uint64_t> locations;
@@ -308,11 +336,13 @@ void TieredTable::bring() {
       std::memcpy(to, &head, sizeof(head));
     }
     if (count == 0) continue;
+    absent -= count;
     hot_->move_in(std::span(records).first(count * bytes));
     moved_in_.fetch_add(1);  // before they leave: a reader that misses a row in both tiers sees this
     cold_.forget(hashes, locations.data());
   }
   missing_.clear();
+  return absent;
 }
 
 std::size_t TieredTable::remove(std::span<const std::int64_t> ids) {
@@ -344,43 +374,43 @@ std::size_t TieredTable::remove(std::span<const std::int64_t> ids) {
 
 // ---- expiry --------------------------------------------------------------------------------------
 
-template <class Each>
-void TieredTable::each_expired(std::int64_t now, const Each& each) {
+TieredTable::Expiry::Expiry(const TieredTable& table, std::int64_t now) : now_(now) {
   const std::int64_t newest =
-      std::min<std::int64_t>(hot_->newest_expired(now), std::numeric_limits<std::uint32_t>::max());
-  if (newest < 0) return;
-  std::vector<std::uint64_t> hashes, locations;
-  const ColdStore::Still still(cold_);
-  cold_.heads(static_cast<std::uint32_t>(newest),
-              [&](std::span<const RecordHead> heads, std::uint64_t location) {
-                hashes.clear();
-                locations.clear();
-                for (std::size_t i = 0; i < heads.size(); ++i)
-                  if (hot_->expired(heads[i].hash, heads[i].time, now)) {
-                    hashes.push_back(heads[i].hash);
-                    locations.push_back(location + i);
-                  }
-                each(hashes, locations);
-              });
+      std::min<std::int64_t>(table.hot_->newest_expired(now), std::numeric_limits<std::uint32_t>::max());
+  if (newest >= 0) walk_.emplace(static_cast<std::uint32_t>(newest));
+}
+
+bool TieredTable::find_expired(Expiry& expiry) {
+  if (expiry.hot_) return true;
+  expiry.positions_.clear();
+  while (expiry.positions_.empty()) {
+    if (!expiry.walk_ || !cold_.next(*expiry.walk_)) return false;
+    const std::span<const RecordHead> heads = expiry.walk_->heads();
+    for (std::size_t i = 0; i < heads.size(); ++i)
+      if (hot_->expired(heads[i].hash, heads[i].time, expiry.now_))
+        expiry.positions_.push_back(static_cast<std::uint32_t>(i));
+  }
+  return true;
+}
+
+std::size_t TieredTable::drop_expired(Expiry& expiry) {
+  if (expiry.hot_) {
+    const std::size_t count = hot_->evict_some(expiry.now_, expiry.cursor_, kExpiredAtOnce);
+    expiry.hot_ = expiry.cursor_ != 0;
+    return count;
+  }
+  std::vector<std::uint64_t> gone;
+  cold_.forget(*expiry.walk_, expiry.positions_, gone);
+  hot_->note_removals_elsewhere(gone);
+  evicted_ += gone.size();
+  return gone.size();
 }
 
 std::size_t TieredTable::count_expired(std::int64_t now) {
   std::size_t count = hot_->count_expired(now);
-  each_expired(now, [&](const auto& hashes, const auto& locations) {
-    count += cold_.alive(hashes, locations.data());
-  });
-  return count;
-}
-
-std::size_t TieredTable::evict(std::int64_t now) {
-  std::size_t count = hot_->evict(now);
-  each_expired(now, [&](std::vector<std::uint64_t>& hashes, const std::vector<std::uint64_t>& locations) {
-    std::vector<std::uint64_t> gone;
-    cold_.forget(hashes, locations.data(), &gone);
-    hot_->note_removals_elsewhere(gone);
-    evicted_ += gone.size();
-    count += gone.size();
-  });
+  Expiry expiry(*this, now);
+  expiry.hot_ = false;
+  while (find_expired(expiry)) count += cold_.alive(*expiry.walk_, expiry.positions_);
   return count;
 }
 

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -53,20 +54,26 @@ class TieredTable {
   void lookup(std::span<const std::int64_t> ids, float* out);
   void lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* found, std::int64_t* times, float* values,
                    float* state);
+  // About as many, where rows move meanwhile.
   std::size_t count_expired(std::int64_t now);
-  std::size_t evict(std::int64_t now);
   std::size_t remove(std::span<const std::int64_t> ids);  // moves no cold row in
   void digests(std::span<const std::int64_t> buckets, std::uint64_t number, std::uint64_t total,
                std::uint64_t* sums);
   void clear(std::size_t rows);
+
+  // Rows expire a part at a time, so that writers come in between: find_expired() looks for the next part
+  // while others write, and is false at the end; drop_expired() removes it.
+  class Expiry;
+  bool find_expired(Expiry& expiry);
+  std::size_t drop_expired(Expiry& expiry);
 
   // Notes the IDs of a batch that is to be written; returns how many distinct ones have no hot row.
   std::size_t count_missing(std::span<const std::int64_t> ids);
   // Moves some hot rows out, unless there is room for so many more; returns how many are still too many. Rows
   // of the batch stay.
   std::size_t spill(std::size_t incoming);
-  // Moves the cold rows of the batch in.
-  void bring();
+  // Moves the cold rows of the batch in; returns how many of its IDs have no row.
+  std::size_t bring();
   // The index of cold rows has grown, or what lookups read: the hot table gives memory back for it.
   bool must_shrink() const;
   void shrink();
@@ -95,6 +102,8 @@ class TieredTable {
   int state_dim() const { return hot_->state_dim(); }
   Table& hot() { return *hot_; }
   std::uint64_t hot_rows_allowed() const { return room().rows; }
+  // Rows of both tiers for which the memory has an index; new IDs beyond them are refused.
+  std::uint64_t most_rows() const { return most_rows_; }
   std::uint64_t evicted() const { return evicted_.load(std::memory_order_relaxed); }
   std::uint64_t removed() const { return removed_.load(std::memory_order_relaxed); }
   ColdStats stats() const { return cold_.stats(); }
@@ -113,14 +122,15 @@ class TieredTable {
   Room room() const;
   std::size_t move_out(std::size_t count);
   void follow_lookups();
+  std::uint64_t memory_limit() const;
   std::uint32_t epoch_of(std::uint32_t change) const;
   std::uint32_t change_of(std::uint32_t epoch) const;
-  template <class Each>
-  void each_expired(std::int64_t now, const Each& each);
 
   const std::shared_ptr<Table> hot_;
   const TieredSpec spec_;
   const std::size_t row_cost_;  // bytes of a hot row with all that belongs to it
+  std::uint64_t index_bytes_;   // for the index of cold rows, at most
+  std::uint64_t most_rows_;
   ColdStore cold_;
   std::atomic<std::uint64_t> recent_bytes_;  // for rows that lookups read
   std::atomic<bool> shrinks_{false};
@@ -138,6 +148,19 @@ class TieredTable {
   std::atomic<bool> snapshot_open_{false};
   std::atomic<std::uint32_t> epoch_{1};
   std::atomic<std::uint32_t> saved_{0};  // changes up to this epoch are saved
+};
+
+class TieredTable::Expiry {
+ public:
+  Expiry(const TieredTable& table, std::int64_t now);
+
+ private:
+  friend class TieredTable;
+  const std::int64_t now_;
+  bool hot_ = true;                          // first come hot rows,
+  std::uint64_t cursor_ = 0;                 // with hashes from this on
+  std::optional<ColdStore::HeadWalk> walk_;  // none if all rows are newer
+  std::vector<std::uint32_t> positions_;     // of expired rows in the part it is at
 };
 
 }  // namespace monolith

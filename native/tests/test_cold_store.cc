@@ -3,12 +3,15 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -213,6 +216,34 @@ void readers_find_every_row_while_files_are_compacted() {
   CHECK_EQUAL(store.size(), kept.size());
 }
 
+// Each read waits for all others, of both calls.
+void calls_read_side_by_side() {
+  const Folder folder;
+  const std::string path = folder.path() + "/blocks";
+  std::ofstream(path) << std::string(4096, 'x');
+  const int file = ::open(path.c_str(), O_RDONLY);
+  BlockReader reader(8);
+  constexpr std::size_t kEach = 4;
+  std::mutex mutex;
+  std::condition_variable met;
+  std::size_t there = 0;
+  std::atomic<std::size_t> alone{0};
+  std::vector<std::thread> callers;
+  for (int call = 0; call < 2; ++call)
+    callers.emplace_back([&] {
+      std::vector<BlockReader::Read> reads(kEach, {file, 0, 4096, nullptr});
+      reader.run(reads, [&](std::size_t, const std::byte*) {
+        std::unique_lock lock(mutex);
+        ++there;
+        met.notify_all();
+        alone += !met.wait_for(lock, std::chrono::seconds(10), [&] { return there == 2 * kEach; });
+      });
+    });
+  for (std::thread& caller : callers) caller.join();
+  ::close(file);
+  CHECK_EQUAL(alone, 0u);
+}
+
 void a_snapshot_keeps_the_rows_of_its_moment() {
   const Folder folder;
   ColdStore store(spec(folder, 16 << 10), std::make_shared<BlockReader>(4));
@@ -289,6 +320,35 @@ std::size_t adopt(ColdStore& other, const std::vector<ColdLink>& links, std::uin
 
 // Whatever is on its way to a file, is forgotten or is appended meanwhile: a row of the snapshot is in one
 // link, or in the scan of all others.
+void rows_that_move_during_a_walk_over_heads_are_met() {
+  const Folder folder;
+  ColdStore store(spec(folder), std::make_shared<BlockReader>(4));
+  for (std::int64_t first = 0; first < 9000; first += 500)  // in all files there are old rows
+    put(store, range(first, first + 500), first % 1500 == 0 ? 1 : 2);
+  ColdStore::HeadWalk walk(1);
+  std::vector<std::uint64_t> gone;
+  std::int64_t newer = 500;
+  for (int part = 0; store.next(walk); ++part) {
+    std::vector<std::uint32_t> old;
+    for (std::size_t i = 0; i < walk.heads().size(); ++i)
+      if (walk.heads()[i].time <= 1) old.push_back(static_cast<std::uint32_t>(i));
+    // Meanwhile buffers are written, and files are compacted since most of their rows are gone.
+    if (part < 8) {
+      forget(store, range(newer, newer + 1000));
+      newer += 1500;
+      if (part % 2 == 0) put(store, range(20'000 + part * 100, 20'100 + part * 100), 2);
+      store.flush();
+    }
+    store.forget(walk, old, gone);
+  }
+  CHECK(store.stats().compactions > 0);
+  CHECK_EQUAL(gone.size(), 3000u);
+  bool met = true;
+  for (std::int64_t first = 0; first < 9000; first += 1500)
+    for (const std::uint64_t location : get(store, range(first, first + 500)).locations) met &= location == 0;
+  CHECK(met);
+}
+
 void links_and_all_other_rows_are_the_snapshot() {
   for (int round = 0; round < 12; ++round) {
     const Folder folder, elsewhere;
@@ -576,6 +636,8 @@ int main() {
        a_walk_is_in_the_order_of_hashes_and_meets_each_row_once},
       {"rows come and go as in a map", rows_come_and_go_as_in_a_map},
       {"readers find every row while files are compacted", readers_find_every_row_while_files_are_compacted},
+      {"calls read side by side", calls_read_side_by_side},
+      {"rows that move during a walk over heads are met", rows_that_move_during_a_walk_over_heads_are_met},
       {"a snapshot keeps the rows of its moment", a_snapshot_keeps_the_rows_of_its_moment},
       {"links and all other rows are the snapshot", links_and_all_other_rows_are_the_snapshot},
       {"adopted rows are as good as appended ones", adopted_rows_are_as_good_as_appended_ones},

@@ -65,6 +65,9 @@ class BenchTiersOptions:
     """Floats per embedding; Adagrad has as many again."""
     batch: int = 16_384
     """The number of ids in a batch, of which the table is given the distinct ones."""
+    tables: int = 1
+    """With 2 or more, so many tables share rows, memory and batches in a further measurement: side by side,
+    as a model has them, and one after the other."""
     ids: tuple[Literal["zipf", "uniform"], ...] = ("zipf", "uniform")
     """The distributions of ids to measure."""
     folder: str | None = None

@@ -22,7 +22,14 @@ from rich.table import Table
 from monolith import __version__
 from monolith.observe.machine import cpu_name, huge_pages, read_fields
 
-SAID = {"longest_pause": "longest", "p99.9_pause": "p99.9", "processor_time": "of processor"}
+SAID = {
+    "longest_pause": "longest",
+    "p99.9_pause": "p99.9",
+    "processor_time": "of processor",
+    "p50_step": "p50",
+    "p99_step": "p99",
+    "longest_step": "longest",
+}
 """Metrics that a case and its unit do not give away -> how a table says them."""
 HEADINGS: dict[str, JustifyMethod] = {
     "case": "left",

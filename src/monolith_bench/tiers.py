@@ -6,6 +6,9 @@ kernel's cache, by as many threads as the table's files are read with.
 
 Each is measured by itself, with a thread that looks rows up one batch ahead, and with this thread while a
 model computes, which is what a run does.
+
+How long single steps take is told, too, with files being written and compacted meanwhile, and while rows
+expire: what stops a table for a moment shows in the longest.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +37,7 @@ from torch import Tensor, nn
 from monolith import native
 from monolith.config import parse_bytes
 from monolith.errors import ConfigError
-from monolith.table import NativeTable, Table, TieredTable
+from monolith.table import Expiry, MultiTable, NativeTable, Table, TieredTable
 from monolith_bench.contenders import (
     EVENT_TIME,
     contender,
@@ -69,6 +73,7 @@ MOST_RAW_BYTES = 8 << 30
 """The largest file for raw reads: far more than any cache of the disk."""
 PIECE = 8 << 20
 """Bytes that the file for raw reads is written by at a time."""
+EXPIRE_AFTER = timedelta(days=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,15 +95,22 @@ class TiersPlan:
     """Seconds for which a tiered table trains before it is timed, at least, so that frequent rows are hot; it
     trains on all batches once."""
     seed: int
+    tables: int = 1
+    """With 2 or more, so many are measured side by side."""
 
     @classmethod
     def settle(cls, options: BenchTiersOptions) -> TiersPlan:
-        for name in ("rows", "dim", "batch"):
+        for name in ("rows", "dim", "batch", "tables"):
             if getattr(options, name) < 1:
                 raise ConfigError(f"bench tiers: --{name} must be at least 1, got {getattr(options, name)}")
         memory = None if options.memory is None else parse_bytes(options.memory)
         if memory is not None and memory < LEAST_MEMORY:
             raise ConfigError(f"bench tiers: --memory must be at least 4MiB, got {options.memory}")
+        if memory is not None and memory < options.tables * LEAST_MEMORY:
+            raise ConfigError(
+                f"bench tiers: --memory must be at least 4MiB for each of {options.tables} tables, got "
+                f"{options.memory}"
+            )
         quick = options.quick
         rows = min(options.rows, 100_000) if quick else options.rows
         if options.memory_rows is not None and not 1 <= options.memory_rows <= rows:
@@ -119,6 +131,7 @@ class TiersPlan:
             timing=Timing(repeats=1, window=0.01) if quick else Timing(repeats=3, window=1.5),
             warm_up=0.1 if quick else 8.0,
             seed=options.seed,
+            tables=options.tables,
         )
 
     @property
@@ -153,7 +166,7 @@ def measure(plan: TiersPlan, report: Report, folder: Path) -> None:
         opened.callback(memory.close)
         in_memory = insert(memory, plan.memory_rows, gradients)
         whole = memory.stats().bytes_total * plan.rows // plan.memory_rows
-        allowed = plan.memory or max(whole // 8, LEAST_MEMORY)
+        allowed = plan.memory or max(whole // 8, plan.tables * LEAST_MEMORY)
         report.say(f"{plan.rows:,} rows in {allowed:,} bytes of memory and files")
         before = resident_bytes()
         tiered = tiered_table(memory, allowed, folder)
@@ -177,6 +190,10 @@ def measure(plan: TiersPlan, report: Report, folder: Path) -> None:
         for name in plan.ids:
             measure_ids(plan, report, name, memory, tiered, raw, rocks)
         add_memory(plan, report, memory, tiered, allowed, resident_bytes() - before)
+        measure_expiry(plan, report, tiered)
+        if plan.tables > 1:
+            tiered.close()
+            measure_tables(plan, report, memory, allowed, folder)
     report.show(
         f"{plan.rows:,} rows of {plan.dim} floats with Adagrad, distinct ids of batches of {plan.batch:,}"
     )
@@ -198,10 +215,18 @@ def insert(table: Table, rows: int, gradients: Tensor) -> float:
     return rows / seconds
 
 
-def tiered_table(memory: NativeTable, allowed: int, folder: Path) -> TieredTable:
+def tiered_table(
+    memory: NativeTable, allowed: int, folder: Path, reader: native.BlockReader | None = None
+) -> TieredTable:
     """Return an empty table like the one in memory, with so many bytes of memory."""
-    config = replace(memory.config, storage="tiered", memory_bytes=allowed, storage_dir=str(folder))
-    return TieredTable(config, workers=native.Workers(cores()))
+    config = replace(
+        memory.config,
+        storage="tiered",
+        memory_bytes=allowed,
+        storage_dir=str(folder),
+        expiry=Expiry(default=EXPIRE_AFTER),
+    )
+    return TieredTable(config, workers=native.Workers(cores()), reader=reader)
 
 
 def measure_ids(
@@ -251,6 +276,7 @@ def measure_ids(
         others = (f"{work} in memory", "raw reads", f"{work} in RocksDB")
         baselines = {other: rates[other] for other in others if other in rates}
         report.compare(f"{work}, {name}", "rows_per_s", rates[work], "rows/s", baselines)
+    add_steps(plan, report, name, tiered, step)
     before = tiered.stats()
     for _ in range(COUNTED_STEPS):
         step.run(next(step.batches))
@@ -261,6 +287,117 @@ def measure_ids(
         field = f"cold_bytes_{what}"
         moved = (getattr(after, field) - getattr(before, field)) / COUNTED_STEPS
         report.add(f"bytes {what} in a step, {name}", f"bytes_{what}_per_step", moved, "bytes")
+
+
+# Single steps
+
+
+def add_steps(plan: TiersPlan, report: Report, name: str, tiered: TieredTable, step: Contender) -> None:
+    """Time single steps, with files that are written and compacted meanwhile."""
+    report.say(f"{name} ids: how long steps take")
+    before = tiered.stats()
+    ends = time.perf_counter() + plan.timing["repeats"] * plan.timing["window"]
+    seconds = timed_steps(step, lambda: time.perf_counter() >= ends)
+    after = tiered.stats()
+    note = f"{after.compactions - before.compactions} files compacted meanwhile"
+    add_step_times(report, f"step, {name}", seconds, note)
+
+
+def measure_expiry(plan: TiersPlan, report: Report, tiered: TieredTable) -> None:
+    """Time single steps while the older half of the rows that were never trained again expires."""
+    report.say("how long steps take while rows expire")
+    name = plan.ids[0]
+    requests = distinct_batches(name, plan, plan.rows)
+    gradients = make_gradients(len(requests.ids[0]), plan.dim, plan.seed)
+    clock = itertools.count(EVENT_TIME + plan.rows)
+
+    def step(batch: int) -> None:
+        tiered.lookup(requests.ids[batch])
+        tiered.apply_gradients(requests.ids[batch], gradients, event_time=next(clock), dedup=True)
+
+    now = EVENT_TIME + plan.rows // plan.batch // 2 + int(EXPIRE_AFTER.total_seconds())
+    with ThreadPoolExecutor(1) as thread:
+        began = time.perf_counter()
+        expiring = thread.submit(tiered.evict, now)
+        seconds = timed_steps(contender(requests, step), expiring.done)
+        took = time.perf_counter() - began
+        note = f"{expiring.result():,} rows expired in {took:.3g} s"
+    add_step_times(report, f"step while rows expire, {name}", seconds, note)
+
+
+def timed_steps(step: Contender, done: Callable[[], bool]) -> list[float]:
+    """Return the seconds of each step, of one at least, until `done` says so after one."""
+    seconds: list[float] = []
+    while not seconds or not done():
+        began = time.perf_counter()
+        step.run(next(step.batches))
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def add_step_times(report: Report, case: str, seconds: list[float], note: str) -> None:
+    p50, p99 = np.quantile(seconds, (0.5, 0.99))
+    for metric, value in (("p50_step", p50), ("p99_step", p99), ("longest_step", max(seconds))):
+        report.add(case, metric, 1000 * float(value), "ms", note=f"{note}; {len(seconds)} steps")
+
+
+# Several tables
+
+
+def measure_tables(plan: TiersPlan, report: Report, memory: NativeTable, allowed: int, folder: Path) -> None:
+    """Race tables that work side by side with the same tables one after the other."""
+    count, one = plan.tables, replace(plan, batch=max(plan.batch // plan.tables, 1))
+    rows = max(plan.rows // count, 1)
+    report.say(f"{count} tables with {rows:,} rows each")
+    reader = native.BlockReader()
+    names = [f"{number:04}" for number in range(count)]  # in this order in fused calls, too
+    tables = {name: tiered_table(memory, allowed // count, folder, reader) for name in names}
+    fused = MultiTable(tables)
+    try:
+        gradients = make_gradients(plan.batch, plan.dim, plan.seed)
+        for table in tables.values():
+            insert(table, rows, gradients)
+            table.flush()
+        for name in plan.ids:
+            drawn = [
+                distinct_batches(name, replace(one, seed=plan.seed + number), rows) for number in range(count)
+            ]
+            race_tables(plan, report, name, fused, drawn)
+    finally:
+        fused.close()
+
+
+def race_tables(
+    plan: TiersPlan, report: Report, name: str, fused: MultiTable, drawn: Sequence[IdBatches]
+) -> None:
+    tables, wanted = list(fused.tables.values()), sum(len(requests.ids[0]) for requests in drawn)
+    clock = itertools.count(EVENT_TIME)
+    batches = [torch.cat(cells) for cells in zip(*(requests.ids for requests in drawn), strict=True)]
+    sizes = torch.tensor([len(requests.ids[0]) for requests in drawn])
+    gradients = make_gradients(wanted, plan.dim, plan.seed)
+
+    def side_by_side(batch: int) -> None:
+        fused.fused_lookup(batches[batch], sizes, num_batches=1)
+        fused.fused_apply_gradients(
+            batches[batch], sizes, gradients.view(-1), num_batches=1, event_time=next(clock), dedup=True
+        )
+
+    def in_turn(batch: int) -> None:
+        cells = torch.split(batches[batch], sizes.tolist())
+        for table, ids in zip(tables, cells, strict=True):
+            table.lookup(ids)
+        moment = next(clock)
+        for table, ids, grads in zip(tables, cells, torch.split(gradients, sizes.tolist()), strict=True):
+            table.apply_gradients(ids, grads, event_time=moment, dedup=True)
+
+    turns = itertools.cycle(range(len(batches)))
+    case, other = f"lookup and update of {len(tables)} tables", "one table after the other"
+    rates = race(
+        {case: Contender(wanted, side_by_side, turns), other: Contender(wanted, in_turn, turns)},
+        **plan.timing,
+    )
+    report.add(f"{other}, {name}", "rows_per_s", rates[other], "rows/s")
+    report.compare(f"{case}, {name}", "rows_per_s", rates[case], "rows/s", {other: rates[other]})
 
 
 def training_contenders(table: Table, requests: IdBatches, gradients: Tensor) -> dict[str, Contender]:

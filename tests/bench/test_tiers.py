@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> dict[str, Any]:
-    options = ["--quick", "--memory", "5MB", "--memory-rows", "50000", "--folder", str(folder), "--json"]
+    options = ["--quick", "--memory", "8MiB", "--memory-rows", "50000", "--tables", "2"]
+    options += ["--folder", str(folder), "--json"]
     done = warm.run(["-m", "monolith", "bench", "tiers", *options], check=True, timeout=300)
     assert "100,000 rows of 16 floats" in done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -32,7 +34,7 @@ def report(folder: Path) -> dict[str, Any]:
 
 def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
     assert list(report) == ["bench", "machine", "results"]
-    assert (report["bench"], report["machine"]["memory_limit"]) == ("tiers", 5_000_000)
+    assert (report["bench"], report["machine"]["memory_limit"]) == ("tiers", 8 << 20)
     assert report["machine"]["rows_in_memory"] == 50_000
     for result in report["results"]:
         assert set(result) - {"note"} == {"case", "metric", "value", "unit", "baseline", "ratio"}
@@ -59,6 +61,23 @@ def test_hits_and_bytes_of_a_step_are_told(report: dict[str, Any], ids: str) -> 
     assert 0 < found["hit_rate"] < 1
     assert found["bytes_read_per_step"] > 0
     assert found["bytes_written_per_step"] >= 0
+
+
+@pytest.mark.parametrize("case", ["step, zipf", "step, uniform", "step while rows expire, zipf"])
+def test_how_long_steps_take_is_told(report: dict[str, Any], case: str) -> None:
+    found = {r["metric"]: r for r in report["results"] if r["case"] == case}
+    times = [found[metric]["value"] for metric in ("p50_step", "p99_step", "longest_step")]
+    assert 0 < times[0] <= times[1] <= times[2]
+    said = "files compacted meanwhile" if case.startswith("step,") else r"[1-9][\d,]* rows expired in"
+    assert re.search(said, found["longest_step"]["note"])
+
+
+@pytest.mark.parametrize("ids", ["zipf", "uniform"])
+def test_tables_side_by_side_are_compared_with_one_after_the_other(report: dict[str, Any], ids: str) -> None:
+    found = {r["case"]: r for r in report["results"]}
+    several, other = found[f"lookup and update of 2 tables, {ids}"], "one table after the other"
+    assert several["baseline"] == other
+    assert several["ratio"] == pytest.approx(several["value"] / found[f"{other}, {ids}"]["value"])
 
 
 def test_most_rows_are_in_files_and_the_memory_is_told(report: dict[str, Any]) -> None:
@@ -114,6 +133,11 @@ def test_batches_have_distinct_ids_and_one_length() -> None:
             "--memory-rows must be from 1 to the number of rows, 4, got 5",
         ),
         (["--memory", "1MB"], "--memory must be at least 4MiB, got 1MB"),
+        (["--tables", "0"], "--tables must be at least 1, got 0"),
+        (
+            ["--tables", "3", "--memory", "9MB"],
+            "--memory must be at least 4MiB for each of 3 tables, got 9MB",
+        ),
         (["--memory", "much"], "'much' is not a size"),
         (["--folder", "/no/such/folder"], "--folder /no/such/folder is not a folder"),
     ],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from torch import Tensor
 from vectors.case import Case, differences, load
 from vectors.runner import run
 
+from monolith import native
 from monolith.errors import ServingTableError, TableArgumentError, TableClosedError, UnknownTableError
 from monolith.table import (
     Adagrad,
@@ -30,10 +34,13 @@ from monolith.table import (
     Ones,
     PolynomialDecay,
     RandomUniform,
+    Rows,
     Segment,
     Sgd,
     Table,
     TableConfig,
+    TieredTable,
+    iterate,
     merged_name,
 )
 from monolith.table.native_table import NativeTable
@@ -532,3 +539,100 @@ def test_a_fused_call_is_one_plain_call_per_table(layout: Any, seed: int, dedup:
 def test_the_vectors_hold(vector: dict[str, Any], table_class: Any) -> None:
     found = run(Case(vector, table_class))
     assert not list(differences(vector["expected"], found, vector["tolerance"]))
+
+
+# Tables with rows in files
+
+
+def tiered(name: str, folder: Path, kind: Any = TieredTable, **options: Any) -> Any:
+    adagrad = Segment(dim=4, optimizer=Adagrad(), learning_rate=0.1)
+    settings = {"storage": "tiered", "memory_bytes": 4 << 20, "storage_dir": str(folder)}
+    return kind(config(adagrad, name=name, **settings), most_hot_rows=500, **options)
+
+
+def test_tables_with_rows_in_files_learn_side_by_side_as_in_memory(tmp_path: Path) -> None:
+    names = [f"t{number:02}" for number in range(10)]
+    reader = native.BlockReader()
+    files = MultiTable({name: tiered(name, tmp_path, reader=reader) for name in names})
+    memory = MultiTable({name: NativeTable(in_memory(files[name].config)) for name in names})
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 16):
+        sizes = torch.randint(0, 400, (2 * len(names),), generator=generator)
+        keys = torch.randint(0, 4000, (int(sizes.sum()),), generator=generator)
+        files.read_ahead(keys, sizes)
+        found = [tables.fused_lookup(keys, sizes, num_batches=2).embeddings for tables in (files, memory)]
+        assert torch.equal(*found)
+        gradients = torch.randn(len(found[0]), generator=generator)
+        times = torch.full((len(keys),), step)
+        for tables in (files, memory):
+            tables.fused_apply_gradients(
+                keys, sizes, gradients, num_batches=2, step=step, event_time=times, dedup=True
+            )
+    assert sum(table.cold_bytes_read for table in files.stats().values()) > 0
+    assert files.feature_counts() == memory.feature_counts()
+    for name in names:
+        mine, theirs = (Rows.concat(list(iterate(tables[name]))) for tables in (files, memory))
+        for column in ("ids", "event_times", "values", "state"):
+            assert torch.equal(getattr(mine, column), getattr(theirs, column)), (name, column)
+    files.close()
+
+
+def test_no_table_with_rows_in_files_waits_for_another(tmp_path: Path) -> None:
+    everyone = threading.Barrier(4)
+
+    class Together(TieredTable):
+        """Goes on once all tables have got as far as this one."""
+
+        def lookup(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+            everyone.wait(60)
+            return super().lookup(ids, out)
+
+        def read_ahead(self, ids: Tensor) -> None:
+            everyone.wait(60)
+            super().read_ahead(ids)
+
+        def apply_gradients(self, ids: Tensor, gradients: Tensor, **options: Any) -> None:
+            everyone.wait(60)
+            super().apply_gradients(ids, gradients, **options)
+
+    tables = MultiTable({name: tiered(name, tmp_path, Together) for name in "abcd"})
+    keys, sizes = torch.arange(8), torch.full((4,), 2)
+    tables.read_ahead(keys, sizes)
+    found = tables.fused_lookup(keys, sizes, num_batches=1).embeddings
+    assert not found.any()
+    tables.fused_apply_gradients(keys, sizes, torch.ones(32), num_batches=1)
+    assert len(tables) == 8
+    tables.close()
+
+
+def test_a_table_that_fails_leaves_the_others_trained(tmp_path: Path) -> None:
+    tables = MultiTable({name: tiered(name, tmp_path) for name in "abc"})
+    tables["b"].close()
+    with pytest.raises(TableClosedError, match="'b' was closed"):
+        tables.fused_apply_gradients(torch.arange(6), torch.full((3,), 2), torch.ones(24), num_batches=1)
+    assert [len(tables[name]) for name in "ac"] == [2, 2]
+    tables.close()
+
+
+def test_lookups_of_tables_with_rows_in_files_do_not_wait_for_writers(tmp_path: Path) -> None:
+    tables = MultiTable({f"t{number:02}": tiered(f"t{number:02}", tmp_path) for number in range(40)})
+    keys, sizes = torch.arange(40), torch.ones(40, dtype=torch.int64)
+    with ExitStack() as frozen:
+        for table in tables.tables.values():
+            frozen.enter_context(table.frozen())
+        update = (keys, sizes, torch.ones(160))
+        writer = threading.Thread(target=tables.fused_apply_gradients, args=update, kwargs={"num_batches": 1})
+        writer.start()
+        try:
+            writer.join(0.2)  # by now all threads that it gets wait for tables
+            assert not tables.fused_lookup(keys, sizes, num_batches=1).embeddings.any()
+            assert writer.is_alive()
+        finally:
+            frozen.close()
+            writer.join(60)
+    assert len(tables) == 40
+    tables.close()
+
+
+def in_memory(tiered_config: TableConfig) -> TableConfig:
+    return replace(tiered_config, storage="memory", memory_bytes=None, storage_dir=None)

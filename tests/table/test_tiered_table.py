@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
 
-from monolith.errors import ConfigError, CorruptFileError, FilesystemError
+from monolith.errors import ConfigError, CorruptFileError, FilesystemError, RestoreError
 from monolith.table import (
     Adagrad,
     DictTable,
@@ -39,8 +39,10 @@ from monolith.table import (
     load,
     tiered_table,
 )
+from monolith.table.dumps import dump_snapshot
 
 SEGMENTS = (Segment(dim=16, optimizer=Adagrad(), learning_rate=0.1),)
+NARROW = (Segment(dim=2, optimizer=Sgd(), learning_rate=1.0),)
 MEMORY = 8 << 20
 
 
@@ -125,6 +127,81 @@ def test_it_says_when_the_index_takes_most_of_the_memory(
     assert re.search(r"takes [\d,]+ of 4,194,304 bytes of memory; set memory_bytes to at least", caplog.text)
     assert len(table) == 300_000
     table.close()
+
+
+def test_new_ids_are_refused_once_the_index_takes_all_memory(
+    config: TableConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = TieredTable(replace(config, segments=NARROW, memory_bytes=4 << 20))
+    most = 0
+    for step in range(100):
+        keys = torch.arange(step * 5000, (step + 1) * 5000)
+        table.assign(keys, torch.ones(5000, 2))
+        table.lookup(keys)
+        most = max(most, table.stats().bytes_total)
+    stats = table.stats()
+    assert most <= 4 << 20
+    assert stats.rows == table.core.most_rows == 500_000 - stats.refused
+    assert stats.rows > 250_000
+    warned = next(message for message in caplog.messages if "is full" in message)
+    for part in (
+        "table 'item' is full: it refused",
+        f"holds {stats.rows:,} rows",
+        "their index takes what its memory_bytes (4,194,304) can spare",
+        "set memory_bytes to 8,388,608 for twice as many rows",
+        "Refused ids read as zeros and learn nothing",
+    ):
+        assert part in warned
+    # Rows that were there before still learn, none was lost, and those that go make room.
+    known = torch.arange(stats.rows // 5000 * 5000)  # of the last batch some were refused
+    assert bool((table.lookup(known) == 1).all())
+    table.assign_add(known[:10_000], torch.ones(10_000, 2))
+    assert bool((table.lookup(known[:10_000]) == 2).all())
+    assert table.stats().refused == stats.refused
+    assert not table.contains(torch.arange(499_000, 500_000)).any()
+    assert table.remove(known[:1000]) == 1000
+    table.assign(torch.arange(499_000, 500_000), torch.ones(1000, 2))
+    assert table.stats().rows == stats.rows
+    assert table.stats().bytes_total <= 4 << 20
+    table.close()
+
+
+def test_a_full_table_says_so_for_ids_that_are_reinitialized(config: TableConfig) -> None:
+    table = TieredTable(replace(config, segments=NARROW, memory_bytes=4 << 20))
+    most = table.core.most_rows
+    for some in torch.arange(most).split(10_000):
+        table.assign(some, torch.ones(len(some), 2))
+    status = table.reinitialize(torch.tensor([5, most]), now=1)
+    assert status.tolist() == [1, -1]
+    table.close()
+
+
+def test_what_a_smaller_memory_cannot_index_is_not_restored(config: TableConfig, tmp_path: Path) -> None:
+    large = TieredTable(replace(config, segments=NARROW, memory_bytes=32 << 20), most_hot_rows=100)
+    for some in torch.arange(400_000).split(20_000):
+        large.assign(some, torch.ones(len(some), 2))
+    large.flush()
+    snapshot = large.snapshot()
+    dump_snapshot(snapshot, str(tmp_path / "dump"))
+    snapshot.close(saved=True)
+    large.close()
+    small = TieredTable(replace(config, segments=NARROW, memory_bytes=4 << 20))
+    needed = r"cannot restore table 'item': its memory_bytes \(4,194,304\) .* Set memory_bytes to at least"
+    with pytest.raises(RestoreError, match=needed):
+        load(small, str(tmp_path / "dump"))
+    assert small.stats().bytes_total <= 4 << 20
+    small.clear()
+
+    def restore_all() -> None:
+        for some in torch.arange(400_000).split(20_000):
+            count = len(some)
+            small.restore(Rows(some, torch.ones_like(some), torch.ones(count, 2), torch.empty(count, 0)))
+
+    with pytest.raises(RestoreError, match=needed):
+        restore_all()
+    assert len(small) > 250_000
+    assert small.stats().bytes_total <= 4 << 20
+    small.close()
 
 
 def test_rows_that_are_used_again_stay_hot_during_a_scan_of_cold_ones(table: TieredTable) -> None:
@@ -256,6 +333,59 @@ def test_cold_rows_expire(config: TableConfig) -> None:
     assert tiered.stats().evicted == memory.stats().evicted
     assert_equal(tiered, memory)
     tiered.close()
+
+
+def test_expiry_lets_writers_and_lookups_in_and_drops_what_expired(config: TableConfig) -> None:
+    """A row that is written meanwhile is not dropped, wherever it was and wherever it has moved to."""
+    expiry = Expiry(default=timedelta(seconds=100))
+    table = TieredTable(replace(config, expiry=expiry), most_hot_rows=500)
+    kept, old = torch.arange(0, 4000), torch.arange(4000, 30_000)
+    for some in torch.cat([kept, old])[torch.randperm(30_000)].split(1000):
+        table.assign(some, torch.ones(len(some), 16), event_time=1)
+    table.assign(kept, torch.ones(4000, 16), event_time=1000)  # now in files with many that will go
+    errors: list[BaseException] = []
+    evicted: list[int] = []
+    stop = threading.Event()
+
+    def expire() -> None:
+        try:
+            evicted.append(table.evict(1000))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            stop.set()
+
+    expiring = threading.Thread(target=expire)
+    expiring.start()
+    steps = 0
+    while not stop.is_set() or steps < 20:  # rows leave for files, and files are compacted
+        some = kept[steps * 700 % 4000 :][:700]
+        table.assign_add(some, torch.zeros(len(some), 16), event_time=1000)
+        assert bool((table.lookup(kept) == 1).all())
+        steps += 1
+    expiring.join(60)
+    assert (errors, evicted) == ([], [26_000])
+    assert len(table) == 4000
+    assert not table.contains(old).any()
+    assert table.stats().evicted == 26_000
+    table.close()
+
+
+def test_a_row_that_is_written_between_two_parts_of_an_expiry_stays(config: TableConfig) -> None:
+    expiry = Expiry(default=timedelta(seconds=100))
+    table = TieredTable(replace(config, expiry=expiry), most_hot_rows=500)
+    table.assign(torch.arange(30_000), torch.ones(30_000, 16), event_time=1)
+    table.flush()
+    going = table.core.expiry(1000)
+    parts = 0
+    while table.core.find_expired(going):
+        table.assign(torch.arange(parts * 100, (parts + 1) * 100), torch.ones(100, 16), event_time=1000)
+        table.core.drop_expired(going)
+        parts += 1
+    assert parts > 3
+    assert len(table) == parts * 100
+    assert bool((table.lookup(torch.arange(parts * 100)) == 1).all())
+    table.close()
 
 
 def test_cold_rows_are_removed_where_they_are(table: TieredTable) -> None:

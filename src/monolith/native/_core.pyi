@@ -760,6 +760,9 @@ class ColdStats:
     @property
     def rows_compacted(self) -> int: ...
 
+class TieredExpiry:
+    """How far rows of a tiered table have expired."""
+
 class TieredTable:
     """A table with its hot rows in memory and all others in files."""
 
@@ -770,6 +773,12 @@ class TieredTable:
 
     @property
     def hot_rows_allowed(self) -> int: ...
+
+    @property
+    def most_rows(self) -> int:
+        """
+        Rows for which the memory has an index; new ids beyond them are refused.
+        """
 
     @property
     def cold_memory_bytes(self) -> int:
@@ -809,8 +818,10 @@ class TieredTable:
         Move some hot rows out if so many more do not fit; returns how many are still too many.
         """
 
-    def bring(self) -> None:
-        """Move the cold rows of the batch in."""
+    def bring(self) -> int:
+        """
+        Move the cold rows of the batch in; returns how many of its ids have no row.
+        """
 
     def shrink(self) -> None:
         """Give back memory that hot rows no longer need."""
@@ -822,7 +833,15 @@ class TieredTable:
 
     def count_expired(self, now: int) -> int: ...
 
-    def evict(self, now: int) -> int: ...
+    def expiry(self, now: int) -> TieredExpiry: ...
+
+    def find_expired(self, expiry: TieredExpiry) -> bool:
+        """
+        Find the next expired rows, while others write; False if there are no more.
+        """
+
+    def drop_expired(self, expiry: TieredExpiry) -> int:
+        """Drop what find_expired found; returns how many."""
 
     def clear(self, rows: int = 0) -> None: ...
 

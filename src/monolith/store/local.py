@@ -73,11 +73,6 @@ class LocalStore:
         self._counts_sightings = counts_sightings
         self._memory = MemoryWatch() if memory is None else memory
         self._dims = {name: table.dim for name, table in self._multi.tables.items()}
-        self._tiered = [
-            (place, table)
-            for place, table in enumerate(self._multi.tables.values())
-            if isinstance(table, TieredTable)
-        ]
         self._optimizer: torch.optim.Optimizer | None = None
 
     @classmethod
@@ -177,12 +172,7 @@ class LocalStore:
 
         Does nothing for other tables. From any thread, while a step before trains.
         """
-        if not self._tiered:
-            return
-        cells = torch.split(ids.ids, ids.sizes.tolist())
-        for place, table in self._tiered:
-            for cell in cells[place :: len(self._dims)]:
-                table.read_ahead(cell)
+        self._multi.read_ahead(ids.ids, ids.sizes)
 
     def lookup_arrays(
         self, ids: NDArray[np.int64], sizes: NDArray[np.int64], batches: int

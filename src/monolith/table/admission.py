@@ -434,11 +434,14 @@ class Refusals:
         if not self._doublings.due(refused):
             return
         config = self._config
-        budget = config.capacity_bytes
-        remedy = (
-            "raise capacity_bytes, admit fewer ids (occurrence_threshold), let rows expire (expire_after)"
-        )
-        if config.when_full != "expire_oldest":
+        budget, setting, why = config.capacity_bytes, "raise capacity_bytes", "memory is short"
+        if config.memory_bytes is not None:
+            why = f"their index takes what its memory_bytes ({config.memory_bytes:,}) can spare"
+            setting = f"set memory_bytes to {2 * config.memory_bytes:,} for twice as many rows"
+        elif budget is not None:
+            why = f"its capacity_bytes is {describe_bytes(budget)}"
+        remedy = f"{setting}, admit fewer ids (occurrence_threshold), let rows expire (expire_after)"
+        if config.when_full != "expire_oldest" and config.memory_bytes is None:
             remedy += ", or set when_full='expire_oldest'"
         _log.warning(
             "table %r is full: it refused %s new ids and holds %s rows; %s. Refused ids read as zeros and "
@@ -446,6 +449,6 @@ class Refusals:
             config.name,
             f"{refused:,}",
             f"{rows():,}",
-            "memory is short" if budget is None else f"its capacity_bytes is {describe_bytes(budget)}",
+            why,
             remedy,
         )

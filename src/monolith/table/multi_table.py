@@ -4,14 +4,17 @@ A model has a table per slot, or per group of slots that are configured alike, a
 every step reads and trains all of them. Tables are in the order of their names,
 whatever order they were given in: ids, sizes and learning rates of a fused call
 follow it. Over native tables a fused call is one call into the core, over tables on
-one GPU it is a few launches; over any other `Table` it is a loop with the same outcome.
+one GPU it is a few launches; over any other `Table` it is a loop with the same outcome. Tiered tables work
+side by side in it, so that none waits for what another reads from files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from types import MappingProxyType
 from typing import TypedDict, Unpack
 
@@ -28,6 +31,7 @@ from monolith.table.config import TableConfig, merge
 from monolith.table.cuda.fused import FusedBatch, FusedTables, common_device
 from monolith.table.native_table import NativeTable
 from monolith.table.table import Table, TableStats
+from monolith.table.tiered_table import SideBySide, TieredTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class MultiTable:
         self._memory = native.KeptMemory()
         self._kept: tuple[list[native.Table], native.TableGroup] | None = None
         self._device = common_device(list(self._tables.values()))
+        self._side_by_side = _side_by_side(list(self._tables.values()))
         self._kept_fused: FusedTables | None = None
         # Computed once, since fused calls are made every step.
         configs = [table.config for table in self._tables.values()]
@@ -282,6 +287,23 @@ class MultiTable:
         answer, embeddings = arguments.out_array(out, floats)
         self._group().lookup(keys, counts, num_batches, embeddings)
         return FusedRows(answer, *map(torch.from_numpy, (recv_splits, id_offsets, emb_offsets)))
+
+    def read_ahead(self, ids: Tensor, sizes: Tensor) -> None:
+        """Read rows of tiered tables that are in files, for a `fused_lookup` of these IDs that is to see all
+        updates until then. Does nothing for other tables. From any thread, while a step before trains.
+        """
+        tables = list(self._tables.values())
+        if not any(isinstance(table, TieredTable) for table in tables):
+            return
+        cells = torch.split(ids, sizes.tolist())
+        _each(
+            self._side_by_side,
+            [
+                partial(table.read_ahead, cell)
+                for table, cell in zip(itertools.cycle(tables), cells)
+                if isinstance(table, TieredTable)
+            ],
+        )
 
     def fused_embeddings(
         self, ids: NDArray[np.int64], sizes: NDArray[np.int64], *, num_batches: int
@@ -474,7 +496,7 @@ class MultiTable:
         tables = list(self._tables.values())
         natives = [table for table in tables if isinstance(table, NativeTable)]
         if len(natives) < len(tables):
-            return _PlainGroup(tables)
+            return _PlainGroup(tables, self._side_by_side)
         cores = [table.core for table in natives]  # raises where one was closed
         if kept is None or kept[0] != cores:
             kept = self._kept = cores, native.TableGroup(cores, self._workers)
@@ -539,10 +561,11 @@ class _UpdateArrays(TypedDict):
 
 
 class _PlainGroup:
-    """Fused calls by plain calls, table after table, on tables of any kind."""
+    """Fused calls by plain calls on tables of any kind: side by side, or table after table."""
 
-    def __init__(self, tables: list[Table]) -> None:
+    def __init__(self, tables: list[Table], side_by_side: SideBySide | None) -> None:
         self._tables = tables
+        self._side_by_side = side_by_side
 
     def lookup(
         self, ids: NDArray[np.int64], sizes: NDArray[np.int64], num_batches: int, out: NDArray[np.float32]
@@ -550,8 +573,13 @@ class _PlainGroup:
         tables = self._tables * num_batches
         cells = torch.from_numpy(ids).split_with_sizes(sizes.tolist())
         parts = torch.from_numpy(out).split_with_sizes(self._floats(sizes, num_batches))
-        for table, cell, part in zip(tables, cells, parts, strict=True):
-            table.lookup(cell, out=part.view(-1, table.dim))
+        _each(
+            self._side_by_side,
+            [
+                partial(table.lookup, cell, out=part.view(-1, table.dim))
+                for table, cell, part in zip(tables, cells, parts, strict=True)
+            ],
+        )
 
     def apply_gradients(
         self,
@@ -574,8 +602,9 @@ class _PlainGroup:
         columns += [] if latest is None else [(latest, floats)]
         cells = [torch.from_numpy(column).split_with_sizes(lengths) for column, lengths in columns]
         own = torch.from_numpy(update["rates"]).split_with_sizes(segments)
+
         # Cells are ordered by batch, then by table: those of table k are every K-th from k on.
-        for k, table in enumerate(self._tables):
+        def train(k: int, table: Table) -> None:
             keys, grads, when, met, *seen = (torch.cat(column[k :: len(self._tables)]) for column in cells)
             table.apply_gradients(
                 keys,
@@ -588,6 +617,25 @@ class _PlainGroup:
                 counts=None if counts is None else met,
             )
 
+        _each(self._side_by_side, [partial(train, k, table) for k, table in enumerate(self._tables)])
+
     def _floats(self, sizes: NDArray[np.int64], num_batches: int) -> list[int]:
         widths = [table.dim for table in self._tables] * num_batches
         return [n * dim for n, dim in zip(sizes.tolist(), widths, strict=True)]
+
+
+def _side_by_side(tables: list[Table]) -> SideBySide | None:
+    """Return threads for tables that read files; None if that does not help.
+
+    Tables on a device keep to the thread of their caller, whose stream they work on.
+    """
+    tiered = sum(isinstance(table, TieredTable) for table in tables)
+    return SideBySide(len(tables)) if tiered > 1 and all(table.cuda is None for table in tables) else None
+
+
+def _each(side_by_side: SideBySide | None, calls: Sequence[Callable[[], object]]) -> None:
+    if side_by_side is not None:
+        side_by_side.each(calls)
+        return
+    for call in calls:
+        call()

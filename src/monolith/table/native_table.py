@@ -52,6 +52,7 @@ class NativeTable:
         touched: Gets the ids whose rows change or are removed; see `touch`.
         workers: Threads that share large batches; None works on the calling thread alone.
             The outcome does not depend on how many there are.
+        warns_of_refusals: False where another table has this one's rows, too, and warns itself.
 
     Examples:
         >>> import torch
@@ -76,13 +77,14 @@ class NativeTable:
         admission: AdmissionFilter | None = None,
         touched: TouchedKeySet | None = None,
         workers: native.Workers | None = None,
+        warns_of_refusals: bool = True,
     ) -> None:
         self._config = config
         # Settled once, because calls are made every step.
         self._dim = config.dim
         self._fixed_rates = arguments.fixed_rates(config.segments)
         self._delayed = any(s.optimizer.delay_compensation is not None for s in config.segments)
-        self._refusals = Refusals(config)
+        self._refusals = Refusals(config) if warns_of_refusals else None
         expiry = config.expiry
         self._core: native.Table | None = native.Table(
             segments=[_segment_spec(segment) for segment in config.segments],
@@ -210,7 +212,7 @@ class NativeTable:
     def note_refusals(self) -> None:
         """Warn if the core has refused ids: after every write, also one that went past this table."""
         core = self._core
-        if core is not None and (refused := core.refused):
+        if self._refusals is not None and core is not None and (refused := core.refused):
             self._refusals.note(refused, core.__len__)
 
     def remove(self, ids: Tensor) -> int:

@@ -28,12 +28,14 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Unpack
+from typing import IO, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -45,11 +47,12 @@ from monolith.errors import (
     ConfigError,
     CorruptFileError,
     FilesystemError,
+    RestoreError,
     TableArgumentError,
     TableClosedError,
 )
 from monolith.table import arguments
-from monolith.table.admission import AdmissionFilter
+from monolith.table.admission import AdmissionFilter, Refusals
 from monolith.table.cold_files import ColdRows, LinkableFile
 from monolith.table.config import EmbeddingDtype, TableConfig
 from monolith.table.native_table import NativeTable, NativeTableSnapshot
@@ -61,10 +64,13 @@ _PARTS = 32  # one in so many of the memory's bytes is a buffer of rows that are
 _MOST_BUFFER_BYTES = 64 << 20
 _LEAST_BUFFER_BYTES = 64 << 10
 _RECENT = 32  # one in so many is for rows that lookups read, until their batches say how many they are
+_MOST_SIDE_BY_SIDE = 32  # calls of tables at a time: a reader has as many threads
 _SAY_AGAIN = 30.0  # seconds between two log lines about a disk that takes no rows
 _LAST_HASH = (1 << 64) - 1
 
 _log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 class TieredTable:
@@ -73,6 +79,9 @@ class TieredTable:
     Shapes: n ids of a call, dim floats of an embedding, state_dim floats of optimizer state.
 
     While the disk takes no rows (it is full, for example), writers wait, and a warning says why.
+
+    `memory_bytes` has to hold an index of all rows. Where it can hold no more, new ids are refused like those
+    of a table in memory that is full: they read as zeros, and a warning says how much memory is needed.
 
     Args:
         config: With `storage="tiered"`; `memory_bytes` is for hot rows, the index of cold ones, and buffers.
@@ -117,7 +126,10 @@ class TieredTable:
             )
         self._config = config
         in_memory = replace(config, storage="memory", memory_bytes=None, storage_dir=None, initial_rows=0)
-        self._hot = NativeTable(in_memory, admission=admission, touched=touched, workers=workers)
+        self._refusals = Refusals(config)
+        self._hot = NativeTable(
+            in_memory, admission=admission, touched=touched, workers=workers, warns_of_refusals=False
+        )
         self._folder = _OwnFolder(config)
         self._core: native.TieredTable | None = native.TieredTable(
             hot=self._hot.core,
@@ -251,8 +263,10 @@ class TieredTable:
             return core.remove(keys)
 
     def restore(self, rows: Rows) -> None:
+        """Write whole rows; raise RestoreError if `memory_bytes` has no room for an index of them."""
         arguments.row_arrays(rows, self._config)  # refuses rows that do not fit before any moves
-        with self._writing(rows.ids):
+        with self._writing(rows.ids) as absent:
+            self._check_room(self.core, absent)
             self._hot.restore(rows)
 
     def adopt(self, path: str, alive: NDArray[np.uint8]) -> int:
@@ -264,9 +278,11 @@ class TieredTable:
             alive: A bit for each row of the file, the lowest of a byte first; no such id has a row.
 
         Raises:
+            RestoreError: `memory_bytes` has no room for an index of these rows.
             CorruptFileError: The file is damaged, or of other rows; some may have been taken over.
         """
         with self._open(writing=True) as core:
+            self._check_room(core, int(np.unpackbits(alive).sum()))
             self._files_adopted += 1
             own = str(self._folder.path / f"{self._files_adopted}-{filesystem.base_name(path)}")
             filesystem.link_or_copy(path, own, durable=False)
@@ -279,12 +295,19 @@ class TieredTable:
             return rows
 
     def count_expired(self, now: int) -> int:
-        with self._open() as core, _errors():
-            return core.count_expired(now)
+        with _errors():
+            return self.core.count_expired(now)
 
     def evict(self, now: int | None = None) -> int:
-        with self._open(writing=True) as core, _errors():
-            return core.evict(self._hot.core.max_event_time if now is None else now)
+        """Drop expired rows, a part at a time: writers take turns with it, and none waits for the disk."""
+        core, count = self.core, 0
+        expiry = core.expiry(self._hot.core.max_event_time if now is None else now)
+        while True:
+            with _errors():
+                if not core.find_expired(expiry):
+                    return count
+            with self._open(writing=True), _errors():
+                count += core.drop_expired(expiry)
 
     # Whole tables
 
@@ -403,21 +426,34 @@ class TieredTable:
             yield self.core
 
     @contextmanager
-    def _writing(self, ids: Tensor) -> Iterator[None]:
-        """Have all rows of a batch be hot while it is written."""
+    def _writing(self, ids: Tensor) -> Iterator[int]:
+        """Have all rows of a batch be hot while it is written; yields how many ids have no row."""
         with self._open(writing=True) as core:
             keys = arguments.id_array(ids)
             self._count(len(keys))
-            if core.must_shrink:
-                self._shrink(core)
             with _errors():
                 missing = core.count_missing(keys)
                 self._make_room(core, missing)
-                core.bring()
-            yield
+                absent = core.bring()
+            yield absent
+            if refused := self._hot.core.refused:
+                self._refusals.note(refused, lambda: len(self._hot) + core.cold_rows)
             # A batch may have more rows than are to be hot: they leave with the next one, and no later.
             core.count_missing(np.zeros(0, np.int64))
             self._make_room(core, 0)
+            if core.must_shrink:
+                self._shrink(core)
+
+    def _check_room(self, core: native.TieredTable, absent: int) -> None:
+        """Refuse rows that are to be restored where there is no memory for their index: none may be lost."""
+        rows = len(self._hot) + core.cold_rows + absent
+        if rows > core.most_rows:
+            memory = self._config.memory_bytes or 0
+            raise RestoreError(
+                f"cannot restore table {self._config.name!r}: its memory_bytes ({memory:,}) has room for an "
+                f"index of {core.most_rows:,} rows, and there are at least {rows:,}. Set memory_bytes to at "
+                f"least {memory * rows // core.most_rows + 1:,}"
+            )
 
     def _make_room(self, core: native.TieredTable, rows: int) -> None:
         while True:
@@ -567,6 +603,46 @@ class TieredTableSnapshot:
             if self._on_close is not None:
                 self._on_close()
                 self._on_close = None
+
+
+class SideBySide:
+    """Runs calls of several tables at once, so that what they read from files is under way together.
+
+    Thread-safe. The calling thread takes calls, too: it does not depend on helpers, which may all be waiting
+    for a disk, or for a frozen table.
+
+    Args:
+        tables: How many there are.
+    """
+
+    def __init__(self, tables: int) -> None:
+        self._most = min(tables, _MOST_SIDE_BY_SIDE)
+        self._helpers = ThreadPoolExecutor(max(self._most - 1, 1), "tables")
+
+    def each(self, calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
+        """Run all calls and return their results in this order.
+
+        If calls raise, all other calls are run nevertheless, and one of the errors is raised at the end.
+        """
+        results: dict[int, _Result] = {}
+        errors: list[BaseException] = []
+        left = deque(enumerate(calls))
+
+        def work() -> None:
+            while left:
+                with suppress(IndexError):  # another thread has taken the last
+                    number, call = left.popleft()
+                    try:
+                        results[number] = call()
+                    except BaseException as error:
+                        errors.append(error)
+
+        helpers = [self._helpers.submit(work) for _ in range(min(len(calls), self._most) - 1)]
+        work()
+        wait([helper for helper in helpers if not helper.cancel()])
+        if errors:
+            raise errors[0]
+        return [results[number] for number in range(len(calls))]
 
 
 class _OwnFolder:

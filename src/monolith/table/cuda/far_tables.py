@@ -9,7 +9,7 @@ Tables are asked side by side, so that the reads of all of them are under way to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,8 +20,7 @@ from monolith import native
 from monolith.table.hashing import unmix
 from monolith.table.native_table import NativeTable
 from monolith.table.table import Rows, Table
-
-_AT_ONCE = 8  # tables: what they read is read by the threads of their reader
+from monolith.table.tiered_table import SideBySide
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float32]
@@ -74,7 +73,7 @@ class FarTables:
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self._tables = list(tables)
-        self._threads = ThreadPoolExecutor(min(len(self._tables), _AT_ONCE), "far-tables")
+        self._side_by_side = SideBySide(len(self._tables))
 
     def find(self, ids: Ints, sizes: Ints) -> FoundFar:
         """Find which ids of one batch, table after table, have a row, and read these rows."""
@@ -109,7 +108,7 @@ class FarTables:
         return self._each(put)
 
     def _each(self, work: Callable[[int], _Result]) -> list[_Result]:
-        return list(self._threads.map(work, range(len(self._tables))))
+        return self._side_by_side.each([partial(work, number) for number in range(len(self._tables))])
 
 
 def far_tables(tables: Sequence[Table], workers: native.Workers | None) -> FarGroup:
