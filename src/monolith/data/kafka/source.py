@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby
-from operator import methodcaller
+from itertools import chain, groupby, repeat
+from operator import is_not, methodcaller
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -567,7 +567,7 @@ class KafkaSource(Source, WorkQueueSource):
         each message is done by `map`, without a step of Python in between.
         """
         errors = list(map(_error, messages))
-        if errors.count(None) < len(errors):
+        if any(map(is_not, errors, repeat(None))):  # an error cannot be compared by ==
             for message, error in zip(messages, errors, strict=True):
                 if error is not None:
                     self._judge(error, message)
