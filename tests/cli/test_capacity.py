@@ -168,6 +168,26 @@ def test_tiered_servers_are_bound_by_the_disk() -> None:
     assert one["disk writes"] <= 0.8 * COSTS.disk_bytes_per_s
 
 
+def test_a_checkpoint_of_tiered_tables_writes_hot_rows_and_links_to_the_files_of_all_others() -> None:
+    found = make_plan(replace(WISH, zipf=1.1, rows=1e11), COSTS).servers[1]
+    one, files = each(found), each(found)["files"]
+    hot, rows = one["rows in memory"], one["rows"]
+    assert rows > 4 * hot
+    heads = 2 * (rows - hot) * 16  # files have as many dead rows
+    assert one["is saved in"] == pytest.approx(hot * 268 / 1e9 + heads / COSTS.disk_bytes_per_s)
+    assert one["is saved in"] < rows * 268 / 1e9 / 3
+    assert one["is restored in"] == pytest.approx(
+        hot * 268 / min(2e9, COSTS.disk_bytes_per_s) + heads / COSTS.disk_bytes_per_s
+    )
+    assert one["a checkpoint"] == pytest.approx(found.servers * (hot * 268 + files), rel=1e-6)
+    often = make_plan(replace(WISH, zipf=1.1, rows=1e11, checkpoint_every=30), COSTS).servers[1]
+    assert bounds(often)["checkpoints"].value > bounds(found)["checkpoints"].value
+    how = bounds(found)["checkpoints"].how
+    assert re.fullmatch(
+        r".* / .* \+ .* of directories / .*/s = .* of (one server|each of \d+ servers); within 10 min", how
+    )
+
+
 def test_uneven_ids_need_fewer_tiered_servers() -> None:
     counts = [make_plan(replace(WISH, zipf=zipf), COSTS).servers[1].servers for zipf in (0.0, 0.8, 1.1)]
     assert counts == sorted(counts, reverse=True)

@@ -38,6 +38,8 @@ SAVING_THREADS = 4
 REWRITTEN = 2
 """How often a cold row is written, and how many times its bytes its files take: a file is compacted when half
 of its rows are dead."""
+COLD_HEAD_BYTES = 16
+"""Of a row in a file: its part of the file's directory, which saving and restoring by links read."""
 CLOCK_MISSES = 1.2
 """How much more often a row is not in memory than if the rows used most were there. Measured with 500,000
 rows, a third of them hot: 1.2 with Zipf exponents of 0.8 and 1.05, 1.0 with uniform ids."""
@@ -395,8 +397,13 @@ class _Sums:
         return _bound(name, servers, how)
 
     def _of_checkpoints(self, cold: bool) -> Figure:
-        every = self._wish.checkpoint_every
-        seconds, how = self._copying(1, self._costs.save_bytes_per_s, cold)
+        every, rate = self._wish.checkpoint_every, self._costs.save_bytes_per_s
+        if cold:  # rows that are hot are written: the more servers, the more of them
+            servers = _least(lambda servers: self._copying(servers, rate, cold)[0] <= every)
+            seconds, how = self._copying(servers, rate, cold)
+            which = "one server" if servers == 1 else f"each of {servers:,} servers"
+            return _bound("checkpoints", servers, f"{how} = {span(seconds)} of {which}; within {span(every)}")
+        seconds, how = self._copying(1, rate, cold)
         return _bound(
             "checkpoints", seconds / every, f"{how} = {span(seconds)} of one server; / {span(every)}"
         )
@@ -417,12 +424,18 @@ class _Sums:
         core = f"{count(self._steps)} x {span(costs.request)} + {count(share)} rows/s x {span(costs.row)}"
         saving, how_saving = self._copying(servers, costs.save_bytes_per_s, cold)
         restoring, how_restoring = self._copying(servers, costs.restore_bytes_per_s, cold)
-        saved = wish.rows * row.saved
+        saved: float = wish.rows * row.saved
+        how_much = f"{count(wish.rows)} x {row.saved} B, of all servers"
+        if cold:
+            hot = min(servers * self._tiers(servers).hot_rows, wish.rows)
+            linked = REWRITTEN * (wish.rows - hot) * self._file_bytes
+            saved = hot * row.saved + linked
+            how_much = f"{count(hot)} x {row.saved} B, and links to {size(linked)} of files, of all servers"
         return [
             *found,
             Figure("core", requests + share * costs.row, "share", core),
             Figure("network", self._received / servers, "bytes/s", "received"),
-            Figure("a checkpoint", saved, "bytes", f"{count(wish.rows)} x {row.saved} B, of all servers"),
+            Figure("a checkpoint", saved, "bytes", how_much),
             Figure("is saved in", saving, "seconds", how_saving),
             Figure("is restored in", restoring, "seconds", how_restoring),
         ]
@@ -458,18 +471,20 @@ class _Sums:
         ]
 
     def _copying(self, servers: int, bytes_per_s: float, cold: bool) -> tuple[float, str]:
-        """Seconds in which a server saves or restores its rows."""
+        """Seconds in which a server saves or restores its rows. Those in files are linked, which reads their
+        directories."""
         disk, threads = self._costs.disk_bytes_per_s, SAVING_THREADS * bytes_per_s
         share = self._wish.rows / servers
+        hot = min(self._tiers(servers).hot_rows, share) if cold else share
         rate, limit = threads, f"({SAVING_THREADS} threads x {size(bytes_per_s)}/s)"
         if disk < rate:
             rate, limit = disk, f"{size(disk)}/s of the disk"
-        saved = share * self._row.saved
+        saved = hot * self._row.saved
         seconds, how = saved / rate, f"{size(saved)} / {limit}"
         if cold:
-            files = (share - self._tiers(servers).hot_rows) * self._file_bytes
-            seconds += files / disk
-            how += f" + {size(files)} of files / {size(disk)}/s"
+            heads = REWRITTEN * (share - hot) * COLD_HEAD_BYTES
+            seconds += heads / disk
+            how += f" + {size(heads)} of directories / {size(disk)}/s"
         return seconds, how
 
     # Rows in memory and in files
