@@ -131,8 +131,8 @@ PURE_CALLS = """
     range set sorted str sum tuple type vars zip
     items keys values join split strip format encode removeprefix removesuffix
     Decimal Fraction MappingProxyType Path PurePath PurePosixPath Struct
-    attrgetter itemgetter partial timedelta constexpr open_when_asked module_when_used _ThisThread
-    re.compile logging.getLogger logging.makeLogRecord textwrap.dedent np.dtype np.finfo np.iinfo
+    attrgetter itemgetter methodcaller partial timedelta constexpr open_when_asked module_when_used
+    _ThisThread re.compile logging.getLogger logging.makeLogRecord textwrap.dedent np.dtype np.finfo np.iinfo
     np.float32 np.float64 np.int32 np.int64 np.uint32 np.uint64 torch.finfo torch.iinfo
 """
 """Names that may be called while importing: plain ones match any prefix, dotted ones only as written."""
