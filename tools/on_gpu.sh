@@ -73,8 +73,9 @@ step "GPU" gpu
 if [ "$failed" -eq 0 ]; then
   [[ $what == setup || $what == bench ]] || step "tests" run_tests "$@"
   if [[ $what == bench || $what == all ]]; then
-    for name in table train; do step "bench $name" bench "$name"; done
+    for name in table train attention; do step "bench $name" bench "$name"; done
     step "bench run" bench run --records 400000 --seconds 5 --repeats 1
+    step "bench stream" bench stream --scale 1
   fi
 fi
 echo

@@ -47,15 +47,21 @@ def test_everything_is_run_and_summed_up(tmp_path: Path) -> None:
         "ok      tests",
         "ok      bench table",
         "ok      bench train",
+        "ok      bench attention",
         "ok      bench run",
+        "ok      bench stream",
     ]
     assert "some.whl" in calls
     assert "-m not soak -k ranks" in calls
     assert {file.name for file in (tmp_path / "results").iterdir()} == {
         "table.json",
         "train.json",
+        "attention.json",
         "run.json",
+        "stream.json",
     }
+    assert "monolith bench attention --device cuda --json" in calls
+    assert "monolith bench stream --scale 1 --device cuda --json" in calls
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,19 @@ def test_a_wheel_in_a_clean_environment_trains_the_ten_lines(tmp_path: Path) -> 
     monolith = str(tmp_path / "clean" / "bin" / "monolith")
     assert "my-shop" in do(monolith, "new", "my-shop", cwd=tmp_path)
     do(monolith, "train", "--config", "run.toml", "--quiet", cwd=tmp_path / "my-shop", OMP_NUM_THREADS="1")
+
+
+@pytest.mark.skipif(
+    shutil.which("cmake") is None or find_spec("nanobind") is None, reason="needs cmake and nanobind"
+)
+def test_a_build_without_isolation_finds_the_nanobind_of_its_python(tmp_path: Path) -> None:
+    """As `pip install --no-build-isolation` configures it, with no word of where nanobind is."""
+    how = ["-DSKBUILD=1", f"-DPython_EXECUTABLE={sys.executable}", "-B", str(tmp_path)]
+    environment = {name: text for name, text in os.environ.items() if name != "nanobind_DIR"}
+    done = subprocess.run(
+        ["cmake", "-S", str(ROOT), *how], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_the_image_is_made_of_is_there() -> None:
