@@ -26,7 +26,14 @@ from monolith.feature import CONCAT, Batch, FeatureSpec, HistoryFeature, Layout
 from monolith.model.features import Feature
 from monolith.model.histories import TIME, graph_numbers, has_times, max_length_of, step_features, step_times
 from monolith.model.ready import MODEL_DEFAULTS, ModelInput, ModelInputs, ModelOptions
-from monolith.model.retrieval import PickedItems, RetrievalModel, Similarity, positive_examples
+from monolith.model.retrieval import (
+    Negatives,
+    PickedItems,
+    RetrievalModel,
+    Similarity,
+    negatives_among,
+    positive_examples,
+)
 from monolith.nn import (
     GRUEncoder,
     HSTUEncoder,
@@ -55,6 +62,9 @@ class SequenceOptions(ModelOptions, total=False):
             drawn anew each time, the same ones for all steps of the batch. Few of them slow learning down,
             since an item that was not drawn is not pushed away from the steps that it is too near to; each
             takes a float of memory per step.
+        negatives_from: Which items of a batch these are: "batch", those of steps and of positive examples;
+            "sampled", those of examples that are not positive, such as `NegativeGeneration` makes of items
+            of earlier batches; or "both", the default.
         correction: Whether scores are corrected by how often each item is in a batch; see `ItemFrequency`.
     """
 
@@ -64,6 +74,7 @@ class SequenceOptions(ModelOptions, total=False):
     temperature: float | None
     steps: Steps | None
     negatives: int
+    negatives_from: Negatives
     correction: bool
 
 
@@ -75,6 +86,7 @@ SEQUENCE_DEFAULTS: SequenceOptions = {
     "temperature": None,
     "steps": None,
     "negatives": 2048,
+    "negatives_from": "both",
     "correction": True,
 }
 """The values of options that a caller leaves out."""
@@ -117,6 +129,15 @@ class NextItem(RetrievalModel):
         self.negatives = chosen["negatives"]
         if self.negatives < 1:
             raise ConfigError(f"{name}: negatives must be at least 1, got {self.negatives}")
+        self.negatives_from = chosen["negatives_from"]
+        if self.negatives_from not in get_args(Negatives):
+            known = ", ".join(get_args(Negatives))
+            raise ConfigError(f"{name}: negatives_from must be one of {known}, got {self.negatives_from!r}")
+        if self.negatives_from == "sampled" and self.spec is not None and not self.spec.labels:
+            raise ConfigError(
+                f'{name}: negatives_from = "sampled" takes the items of examples that are not positive, and '
+                "without labels all are: name the label that negatives have 0 in, or leave it out"
+            )
         self.max_length = max_length_of(said, chosen["max_length"])
         self.item_id = steps.item
         self.item_features = (steps.item,)
@@ -164,8 +185,10 @@ class NextItem(RetrievalModel):
         ids = torch.cat([of_steps, batch.ids.first(self.item_id)]).to(device)
         states = self._states(read, batch)
         users = self._last(states, history.row_splits, len(batch))
-        own = positive_examples(batch).to(device).nonzero().flatten()
+        positive = positive_examples(batch).to(device)
+        own = positive.nonzero().flatten()
         queries, wanted = users[own], steps + own
+        came_next = torch.cat([torch.ones(steps, dtype=torch.bool, device=device), positive])
         if self.steps == "all" and steps:
             # Every step but the last of its history wants the item of the next one.
             inner = torch.ones(steps, dtype=torch.bool, device=device)
@@ -174,10 +197,11 @@ class NextItem(RetrievalModel):
             before = inner.nonzero().flatten()
             queries = torch.cat([self.compared(states[before]), queries])
             wanted = torch.cat([before + 1, wanted])
-        loss = self._picked(queries, wanted, items, ids)
+        offered = negatives_among(came_next, self.negatives_from)
+        loss = self._picked(queries, wanted, items, ids, offered)
         return PickedItems(loss, self.score(users, items[steps:]))
 
-    def _picked(self, queries: Tensor, wanted: Tensor, items: Tensor, ids: Tensor) -> Tensor:
+    def _picked(self, queries: Tensor, wanted: Tensor, items: Tensor, ids: Tensor, offered: Tensor) -> Tensor:
         """Return the loss of queries that each want one of the items.
 
         Args:
@@ -185,20 +209,23 @@ class NextItem(RetrievalModel):
             wanted: int64 of shape (queries,), among the items.
             items: float of shape (items, out), with repeats.
             ids: int64 of shape (items,).
+            offered: bool of shape (items,): which of them are negatives.
         """
         known, number = torch.unique(ids, return_inverse=True)
         # Of equal items, the first stands for all.
         first = torch.full_like(known, len(ids)).scatter_reduce(
             0, number, torch.arange(len(ids), device=ids.device), "amin"
         )
-        drawn = torch.randperm(len(known), device=ids.device)[: self.negatives]
+        offers = torch.zeros_like(known).scatter_reduce(0, number, offered.long(), "amax")
+        places = offers.nonzero().flatten()
+        drawn = places[torch.randperm(len(places), device=ids.device)[: self.negatives]]
         scores = torch.cat(
             [(queries * items[wanted]).sum(1, keepdim=True), queries @ items[first[drawn]].t()], 1
         )
         scores = scores / self.temperature
         if self.frequency is not None:
             if self.training and torch.is_grad_enabled():
-                self.frequency.observe(known)
+                self.frequency.observe(known[places])
             expected = self.frequency(known).to(scores)
             drawn_expected = expected[drawn].expand(len(scores), -1)
             scores = scores - torch.cat([expected[number[wanted], None], drawn_expected], 1)
