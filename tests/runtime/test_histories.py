@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import random
 from dataclasses import replace
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runtime.config_files import write_clicks
 
 from monolith.cli.main import main
-from monolith.data import DataConfig, Shard
+from monolith.data import DataConfig, DataSplit, HistoryConfig, Shard
 from monolith.data.kafka.config import TopicsConfig
 from monolith.errors import ConfigError, DataError
+from monolith.feature import FeatureSpec, HistoryFeature, IdFeature
 from monolith.runtime import Trainer
 from monolith.runtime.config import CONFIG_TASK
 from monolith.runtime.config_loading import read_run
 from monolith.runtime.config_task import ConfigTask
+from monolith.tensors import RaggedTensor
 from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun, load_task
 
 CONFIG = """
@@ -177,3 +183,136 @@ def test_workers_that_would_each_read_some_events_of_a_user_are_refused(tmp_path
     data = task_of(tmp_path).dataset(Mode.TRAIN)
     with pytest.raises(ConfigError, match="each of 3 workers would read only some of them"):
         data.read_shard(Shard(1, 3))
+
+
+# Leave-one-out: the last record of each user is to be predicted, the one before it evaluates.
+
+Event = tuple[str, str, int]
+"""User, item and time; each item is in one event, so that it says which."""
+
+
+def write_shuffled(path: Path) -> list[Event]:
+    """Write events of 12 users out of order, some at the same second; return them as the file has them."""
+    draw = random.Random(4)
+    users = [f"user {draw.randrange(12)}" for _ in range(160)] + ["once", "twice", "twice"]
+    events = [
+        (user, f"item {number}", 1_700_000_000 + draw.randrange(60) + number // 2)
+        for number, user in enumerate(users)
+    ]
+    draw.shuffle(events)
+    path.write_text("user,item,time\n" + "".join(f"{user},{item},{time}\n" for user, item, time in events))
+    return events
+
+
+def before(events: list[Event], number: int, most: int) -> list[str]:
+    """Return the items that the user of an event had until then: of the last events that were read before it,
+    as many as are kept, those at no later time."""
+    user, _, time = events[number]
+    earlier = sorted((one for one in events[:number] if one[0] == user), key=itemgetter(2))
+    return [item for _, item, then in earlier[-most:] if then <= time]
+
+
+def held_out(events: list[Event]) -> tuple[set[int], set[int]]:
+    """Return the numbers of the last but one, and of the last event of each user with three or more."""
+    evaluated, predicted = set(), set()
+    for user in {user for user, _, _ in events}:
+        numbers = [number for number, one in enumerate(events) if one[0] == user]
+        numbers.sort(key=lambda number: events[number][2])
+        if len(numbers) >= 3:
+            evaluated.add(numbers[-2])
+            predicted.add(numbers[-1])
+    return evaluated, predicted
+
+
+def values_of(column: RaggedTensor) -> list[list[Any]]:
+    if column.dtype is not torch.uint8:
+        return column.to_list()
+    return [[bytes(text).decode() for text in row] for row in column.to_list()]
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("part", ["train", "evaluate", "predict"])
+def test_leave_one_out_has_the_histories_of_all_events_before_and_never_one_after(
+    tmp_path: Path, part: Any, typed: bool
+) -> None:
+    events = write_shuffled(tmp_path / "events.csv")
+    spec = FeatureSpec(
+        features={
+            "user": IdFeature(kind="string"),
+            "item": IdFeature(kind="string"),
+            "history": HistoryFeature(of="item", max=4, with_=("time",), by="user"),
+        },
+        labels={},
+        event_time="time",
+    )
+    data = DataConfig(path=f"{tmp_path}/events.csv", split=DataSplit(last_of="user", time="time"))
+    types = spec.source_columns if typed else None
+    read = data.pipeline(part, 16, types=types, histories=HistoryConfig.from_spec(spec))
+    found = {}
+    for records in read:
+        columns = [values_of(records[name]) for name in ("item", "history", "history.time")]
+        for (item,), history, times in zip(*columns, strict=True):
+            found[item] = history, times
+    evaluated, predicted = held_out(events)
+    assert len(evaluated) == len(predicted) == 12
+    chosen = {"evaluate": evaluated, "predict": predicted}
+    numbers = chosen.get(part, set(range(len(events))) - evaluated - predicted)
+    assert {item: history for item, (history, _) in found.items()} == {
+        events[number][1]: before(events, number, 4) for number in numbers
+    }
+    at = {item: time for _, item, time in events}
+    withheld = {events[number][1] for number in evaluated | predicted}
+    for item, (history, times) in found.items():
+        assert [int(one) for one in times] == [at[one] for one in history]
+        assert all(at[one] <= at[item] for one in history)
+        if part == "train":
+            assert not withheld & set(history)
+        if part == "evaluate":
+            assert not {events[number][1] for number in predicted} & set(history)
+
+
+def test_a_run_measures_leave_one_out_with_histories_that_it_builds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = write_shuffled(tmp_path / "events.csv")
+    (tmp_path / "items.csv").write_text("item\n" + "".join(f"{item}\n" for _, item, _ in events))
+    config = tmp_path / "last.toml"
+    config.write_text(LAST.format(folder=tmp_path))
+    assert main(["train", "--config", str(config), "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["examples"] == len(events) - 24
+    for more in ([], ["--part", "predict"]):
+        assert main(["evaluate", "--config", str(config), "--json", *more]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["examples"] == 12
+        assert "last" in told["protocol"]
+
+
+LAST = """
+[data]
+path = "{folder}/events.csv"
+split = {{ last_of = "user", time = "time" }}
+
+[features]
+user = {{ kind = "string" }}
+item = {{ kind = "string" }}
+history = {{ kind = "sequence", of = "item", max = 4, with = ["time"], by = "user" }}
+
+[examples]
+event_time = "time"
+
+[model]
+type = "hstu"
+dim = 4
+layers = 1
+
+[candidates]
+path = "{folder}/items.csv"
+ks = [10]
+
+[task]
+batch_size = 16
+
+[train]
+model_dir = "{folder}/run"
+summary_every_steps = "none"
+"""
