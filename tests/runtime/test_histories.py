@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import signal
+import time
 from dataclasses import replace
 from datetime import timedelta
 from operator import itemgetter
@@ -13,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from runtime.config_files import write_clicks
+from runtime.fleets import read_model, run_fleet
+from services import warm
 
 from monolith.cli.main import main
 from monolith.data import DataConfig, DataSplit, HistoryConfig, Shard
@@ -20,6 +25,7 @@ from monolith.data.kafka.config import TopicsConfig
 from monolith.errors import ConfigError, DataError
 from monolith.feature import FeatureSpec, HistoryFeature, IdFeature
 from monolith.runtime import Trainer
+from monolith.runtime.checkpoints import newest_checkpoint
 from monolith.runtime.config import CONFIG_TASK
 from monolith.runtime.config_loading import read_run
 from monolith.runtime.config_task import ConfigTask
@@ -105,6 +111,99 @@ def test_a_run_that_was_killed_has_the_histories_of_one_that_was_not(
     assert len(whole.steps) == 12 * (epochs or 1)
     lengths = [len(row) for history, _, _ in whole.steps.values() for row in history]
     assert max(lengths) == 5
+
+
+STREAM = (
+    CONFIG.replace(
+        'path = "{folder}/clicks.csv"\nsplit = {{ evaluate_from = 1700000240, time = "time" }}',
+        'watch = "{folder}/events-*.csv"\nstop_after = "{stop_after}"',
+    )
+    .replace('item = {{ kind = "int" }}', 'item = {{ kind = "string" }}')
+    .replace("[train]", "[train]\ndeterministic = true\nsave = {{ steps = 4 }}")
+)
+"""A file after the other, as they come; it ends once nothing has come for so long."""
+
+
+def test_kill_9_of_a_real_process_changes_no_list(tmp_path: Path) -> None:
+    """What it left is resumed twice: by a process, for the model, and here, where the lists are seen."""
+    config, killed = tmp_path / "stream.toml", tmp_path / "run"
+
+    def say(stop_after: str) -> tuple[ConfigTask, TrainConfig]:
+        config.write_text(STREAM.format(folder=tmp_path, stop_after=stop_after))
+        run = read_run(config, {})
+        task = load_task(CONFIG_TASK, run.task, inputs=run.inputs)
+        assert isinstance(task, ConfigTask)
+        return task, run.train
+
+    write_clicks(tmp_path / "clicks.csv", 1200)
+    header, *rows = (tmp_path / "clicks.csv").read_text().splitlines()
+    (tmp_path / "events-1.csv").write_text("\n".join([header, *rows[:900]]) + "\n")
+    _, settings = say("1h")
+    words = ["-m", "monolith", "train", "--config", str(config), "--quiet"]
+    with warm.Popen(words, stdout=warm.PIPE, stderr=warm.STDOUT) as process:
+        try:
+            end = time.monotonic() + 240
+            while newest_checkpoint(settings, "train") is None:
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        finally:
+            process.kill()  # as it comes, while it trains or writes a checkpoint
+        process.wait()
+    assert process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    (tmp_path / "events-2.csv").write_text("\n".join([header, *rows[900:]]) + "\n")
+
+    task, settings = say("0s")
+    whole, resumed = Seen(), Seen()
+    shutil.copytree(killed, tmp_path / "again")
+    Trainer(task, replace(settings, model_dir=str(tmp_path / "whole")), hooks=[whole]).train()
+    Trainer(task, replace(settings, model_dir=str(tmp_path / "again")), hooks=[resumed]).train()
+    assert len(whole.steps) == 60
+    first = min(resumed.steps)
+    assert 5 <= first <= 46
+    assert resumed.steps == {step: lists for step, lists in whole.steps.items() if step >= first}
+    assert max(len(row) for row in whole.steps[60][0]) == 5
+
+    done = warm.run(words)
+    assert done.returncode == 0, done.stderr
+    found, wanted = read_model(task, killed), read_model(task, tmp_path / "whole")
+    assert found.step == wanted.step == 60
+    assert (found.rows, found.weights) == (wanted.rows, wanted.weights)
+
+
+# A fleet: one worker builds the histories of all, next to any number of servers.
+
+
+def test_a_fleet_whose_worker_fails_has_the_histories_of_one_process(tmp_path: Path) -> None:
+    task, alone = task_of(tmp_path), Seen()
+    settings = TrainConfig(model_dir=str(tmp_path / "alone"), summary_every_steps=None)
+    Trainer(task, settings, hooks=[alone]).train()
+    killed, resumed = Seen(fail_at=7), Seen()
+    how: dict[str, Any] = {"num_workers": 1, "save": SaveConfig(steps=4)}
+    outcome = run_fleet(task, tmp_path / "fleet", hooks=lambda _: [killed], **how)
+    with pytest.raises(RuntimeError, match="as if it were killed"):
+        outcome.report(0)
+    run_fleet(task, tmp_path / "fleet", hooks=lambda _: [resumed], **how).report(0)
+    assert {**killed.steps, **resumed.steps} == alone.steps
+    assert min(resumed.steps) == 5
+
+
+@pytest.mark.parametrize("reads", ["files", "a queue of files"])
+def test_workers_of_a_fleet_that_would_each_read_some_events_of_a_user_are_refused(
+    tmp_path: Path, reads: str
+) -> None:
+    task = task_of(tmp_path)
+    if reads == "a queue of files":
+        (tmp_path / "train.csv").write_text((tmp_path / "clicks.csv").read_text())
+        data = DataConfig(train=f"{tmp_path}/train.csv", queue=f"{tmp_path}/queue", history_users=15)
+        task = replace(task, data=data)
+    seen = Seen()
+    outcome = run_fleet(task, tmp_path / "fleet", num_workers=2, hooks=lambda _: [seen])
+    assert not seen.steps
+    found = [str(one) for one in outcome.workers.values() if isinstance(one, ConfigError)]
+    assert found
+    for said in found:
+        assert "each of 2 workers would read only some of them. Train with one worker" in said
 
 
 def test_what_is_evaluated_on_has_the_histories_of_the_training_data(tmp_path: Path) -> None:
