@@ -20,7 +20,7 @@ from torch import Tensor
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureIds
 from monolith.model import EmbeddingOptimizer, TwoTower
-from monolith.model.two_tower import Negatives
+from monolith.model.retrieval import Negatives
 from monolith.train.metrics import ranking_scores
 from monolith_bench.learner import mean_and_error, parts
 from monolith_bench.movielens import Ratings, find_wheel, read_ratings

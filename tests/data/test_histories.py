@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -271,6 +272,22 @@ def test_a_dump_in_the_position_replaces_the_events_before_it(monkeypatch: pytes
         assert found + lists(resumed) == expected(events, config)
     assert max(sizes) < 8000
     assert pipeline.position()["state"]["base"]
+
+
+def test_a_position_is_as_large_as_decision_0082_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a dump of all events that are kept, and never much more of the events since than that."""
+    monkeypatch.setattr("monolith.data.histories._LEAST_BASE", 1 << 14)
+    number = np.arange(20_000)
+    columns = {"user": number % 500, "item": number * 7919, "time": 1_700_000_000 + number}
+    read = Pipeline(MemorySource(columns, batch_size=100)).history(replace(CONFIG, max=10, max_users=500))
+    sizes = []
+    for place, _ in enumerate(read):
+        if place >= 50:  # all histories are full
+            state = read.position()["state"]
+            sizes.append(len(state["base"]) + sum(len(text) for _, text in state["since"]))
+    kept = 500 * 10 * 3 * 8  # a second, an item and a time each
+    assert 1.3 < min(sizes) / kept < 1.5
+    assert 2.5 < max(sizes) / kept < 3
 
 
 def test_positions_share_their_texts() -> None:

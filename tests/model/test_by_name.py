@@ -64,7 +64,7 @@ FILES: dict[str, dict[str, object]] = {
         "correction": False,
     },
     "sequence_ranker": {"encoder": "sasrec", "dim": 4, "hidden": [8]},
-    "sasrec": {"dim": 4, "heads": 2, "negatives": 16, "dropout": 0.1},
+    "sasrec": {"dim": 4, "heads": 2, "negatives": 16, "negatives_from": "batch", "dropout": 0.1},
     "hstu": {"dim": 4, "layers": 1, "similarity": "dot", "steps": "last"},
     "gru4rec": {"dim": 4, "hidden": 8, "history": "history"},
 }
@@ -158,6 +158,8 @@ def test_optimizers_and_initializers_are_tables() -> None:
         ({"type": "two-tower"}, "did you mean 'two_tower'"),
         ({"type": "two_tower"}, r"model\.item is required"),
         ({"type": "two_tower", "item": ["item"], "negatives": "none"}, r"model\.negatives.*'batch'"),
+        ({"type": "hstu", "negatives_from": "none"}, r"model\.negatives_from.*'sampled'"),
+        ({"type": "gru4rec", "negatives_from": 3}, r"model\.negatives_from"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_nearest_name(plain: dict[str, object], message: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,16 +14,22 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from monolith import HSTU, Adam, Batch, Each, EmbeddingOptimizer, Feature, RaggedTensor, SASRec, Sgd
+from monolith.data import HistoryConfig, MemorySource, Pipeline
+from monolith.data.sampling import ItemPoolConfig, NegativeGeneration, NegativeGenerationConfig
 from monolith.errors import ConfigError, FeatureError
-from monolith.feature import FeatureIds
+from monolith.feature import FeatureIds, FeatureSpec, HistoryFeature, IdFeature, Label
 from monolith.model import GRU4Rec
 from monolith.model.histories import step_times
 from monolith.model.next_item import NextItem
+from monolith.model.retrieval import Negatives
 
 FEATURES = ["item", Feature(name="history", shares="item", combiner=Each())]
 WITH_ACTIONS = [*FEATURES, "action", Feature(name="history.action", shares="action", combiner=Each())]
 MODELS: list[Any] = [SASRec, HSTU, GRU4Rec]
 ITEMS = 30
+NO_LABELS = FeatureSpec(
+    features={"item": IdFeature(), "history": HistoryFeature(of="item", max=5)}, labels={}
+)
 
 
 def ragged(*rows: list[int]) -> RaggedTensor:
@@ -135,6 +144,119 @@ def test_an_item_that_was_not_wanted_is_not_picked() -> None:
     assert_close(model.pick(labelled).loss, expected)
 
 
+# The loss by hand. Of two examples the second was not wanted; its history trains all the same.
+
+
+def labelled() -> Batch:
+    plain = batch_of([1, 2, 3], [4, 1], items=[5, 6])
+    return Batch(plain.ids, labels={"click": torch.tensor([1.0, 0.0])})
+
+
+PAIRS = [([1], 2), ([1, 2], 3), ([4], 1), ([1, 2, 3], 5)]
+"""The steps before, and the item that came next."""
+CANDIDATES: dict[Negatives, list[int]] = {
+    "batch": [1, 2, 3, 4, 5],
+    "sampled": [6],
+    "both": [1, 2, 3, 4, 5, 6],
+}
+
+
+def loss_by_hand(model: NextItem, candidates: list[int], expected: dict[int, float]) -> float:
+    """Return the mean over the pairs of -log(e^s(wanted) / (e^s(wanted) + the sum of e^s(other))), where
+    s(item) = user * item / temperature - log(how often a batch is expected to have the item)."""
+
+    def vectors(found: Tensor) -> Any:
+        return found.detach().double().numpy()
+
+    users = vectors(model.users(batch_of(*(before for before, _ in PAIRS), items=[0] * len(PAIRS))))
+    items = vectors(model.items({"item": torch.arange(10)}))
+    losses = []
+    for user, (_, wanted) in zip(users, PAIRS, strict=True):
+        shares = {
+            item: np.exp(np.dot(user, items[item]) / model.temperature) / expected[item]
+            for item in {wanted, *candidates}
+        }
+        losses.append(-np.log(shares[wanted] / sum(shares.values())))
+    return float(np.mean(losses))
+
+
+EVEN = dict.fromkeys(range(10), 1.0)
+
+
+@pytest.mark.parametrize("source", CANDIDATES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_negatives_are_of_the_batch_or_drawn_or_both(kind: Any, source: Negatives) -> None:
+    model = make(kind, negatives_from=source)
+    assert model.pick(labelled()).loss.item() == pytest.approx(
+        loss_by_hand(model, CANDIDATES[source], EVEN), rel=1e-5
+    )
+    if source == "both":
+        assert torch.equal(make(kind).pick(labelled()).loss, model.pick(labelled()).loss)
+
+
+@pytest.mark.parametrize("source", CANDIDATES)
+def test_the_loss_takes_the_log_of_how_often_an_item_is_in_a_batch_from_its_score(source: Negatives) -> None:
+    model = make(SASRec, negatives_from=source, correction=True)
+    assert model.frequency is not None
+    model.frequency = type(model.frequency)()  # `make` has trained a step
+    model.train()
+    for step, drawn in ((3, 6), (1, 6), (2, 8)):  # the items of a step, and of an example of label 0
+        model.pick(Batch(batch_of([step], items=[drawn]).ids, labels={"click": torch.zeros(1)}))
+    found = model.pick(labelled()).loss.item()
+    # An item that was first in the batch n is expected once in n batches. Of one that is met again, the gap
+    # since then counts a 20th. One that was never met counts as if the batch 5 had it first.
+    gaps = dict.fromkeys(range(10), 5.0)
+    if source != "sampled":
+        gaps |= {1: 2.0, 2: 3 + (1 - 3) / 20, 3: 1 + (3 - 1) / 20, 4: 4.0, 5: 4.0}
+    if source != "batch":
+        gaps |= {6: 1 + (2 - 1) / 20, 8: 3.0}
+    expected = {item: 1 / gap for item, gap in gaps.items()}
+    assert found == pytest.approx(loss_by_hand(model, CANDIDATES[source], expected), rel=1e-5)
+    assert found != pytest.approx(loss_by_hand(model, CANDIDATES[source], EVEN), rel=1e-2)
+
+
+def test_all_steps_of_a_batch_share_the_negatives_that_are_drawn_for_it() -> None:
+    model = make(SASRec, negatives=2)
+    of_subset = {some: loss_by_hand(model, list(some), EVEN) for some in combinations(CANDIDATES["both"], 2)}
+    torch.manual_seed(0)
+    drawn = set()
+    for _ in range(60):
+        found = model.pick(labelled()).loss.item()
+        near = [some for some, loss in of_subset.items() if loss == pytest.approx(found, rel=1e-5)]
+        assert len(near) == 1
+        drawn |= set(near)
+    assert len(drawn) > 10  # of 15: they are drawn anew for each batch
+
+
+def test_negatives_are_drawn_by_the_pipeline_next_to_the_histories_that_it_builds() -> None:
+    """Of each event one negative is made, with the history of its user and the item of an earlier event."""
+    events = {"user": [1] * 40, "item": [n % 8 for n in range(40)], "time": list(range(100, 140))}
+    spec = FeatureSpec(
+        features={
+            "user": IdFeature(),
+            "item": IdFeature(),
+            "history": HistoryFeature(of="item", max=3, by="user"),
+        },
+        labels={"label": Label()},
+        event_time="time",
+    )
+    pool = ItemPoolConfig(start_num=2)
+    drawing = NegativeGenerationConfig(neg_num=1, item_features=("item",), item_id="item", pool=pool)
+    (history,) = HistoryConfig.from_spec(spec)
+    data = Pipeline(MemorySource(events | {"label": [1.0] * 40}, batch_size=10)).history(history)
+    batches = list(data.transform(NegativeGeneration(drawing)).to_batches(spec))
+    model = SASRec(spec, dim=8, negatives_from="sampled", optimizer=Sgd(learning_rate=1.0))
+    rows = EmbeddingOptimizer([model.embeddings])
+    for batch in batches:
+        click = batch.labels["label"]
+        assert 0 < (click == 0).sum() <= (click > 0).sum()
+        model.pick(batch).loss.backward()
+        rows.step()
+    assert model.pick(batches[-1]).loss > 0
+    wanted_alone = replace(batches[-1], labels={"label": torch.ones(len(batches[-1]))})
+    assert model.pick(wanted_alone).loss == 0  # nothing was drawn
+
+
 def test_the_correction_follows_how_often_an_item_is_in_a_batch() -> None:
     model = make(SASRec, correction=True).train()
     for number in range(20):
@@ -200,6 +322,12 @@ def test_every_part_of_a_model_gets_a_gradient(kind: Any) -> None:
         ([Feature(name="item", dim=4), FEATURES[1]], {}, "'item' has dim 4, and a step has 8"),
         (FEATURES, {"steps": "first"}, 'steps must be "all" or "last"'),
         (FEATURES, {"negatives": 0}, "negatives must be at least 1"),
+        (
+            FEATURES,
+            {"negatives_from": "drawn"},
+            "negatives_from must be one of batch, sampled, both, got 'drawn'",
+        ),
+        (NO_LABELS, {"negatives_from": "sampled"}, 'SASRec: negatives_from = "sampled" takes the items'),
         (FEATURES, {"temperature": 0.0}, "temperature must be above 0"),
         (FEATURES, {"similarity": "l2"}, "similarity must be one of dot, cosine"),
     ],

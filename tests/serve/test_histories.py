@@ -28,9 +28,13 @@ from monolith.serve import Client, ClientOptions, Predictor
 from monolith.serve.candidates import CandidateColumns
 from monolith.serve.histories import HistoryCache, items_of
 from monolith.serve.metrics import HistoryMetrics
+from monolith.serve.overlay import FollowedTables
+from monolith.serve.rows import UNKNOWN, ClaimCell
 from monolith.serve.server import InferenceServer, ServeConfig, ServedFolder
 from monolith.serve.server.catalog import ServableCatalog
 from monolith.sync.channel import MemoryChannel
+from monolith.table import FrozenTable, Rows
+from monolith.tensors import RaggedTensor
 from monolith.train import Mode, Task
 from monolith.wire.open_inference import SPLITS
 
@@ -261,6 +265,121 @@ def test_other_weights_make_all_entries_useless_at_once(predictor: Predictor) ->
     assert torch.equal(clicks(predictor, asked), before)
 
 
+# One change at a time: an entry is found only if nothing that it was made of has changed.
+
+HISTORY = [3, 5, 3, 8]  # one item twice
+NOT_IN_IT = 20
+
+
+class Changed:
+    """A predictor whose rows and weights are changed one at a time, as deltas change them."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor = predictor
+        self.asked = ranking(predictor, 5, length=len(HISTORY)) | {"history": [HISTORY]}
+        self.asked["history.action"] = [["view", "buy", "view", "view"]]
+        self.metrics = Metrics()
+        self._rows = FollowedTables()
+        predictor.rows.follow(
+            lambda files, threads: (self._rows.attach(files, threads=threads), ClaimCell(UNKNOWN))
+        )
+        assert predictor.keep_histories(HistoryCache(1 << 20, HistoryMetrics(self.metrics)), "ranked")
+        clicks(predictor, self.asked)
+        assert self.misses() == 0
+
+    def misses(self) -> int:
+        """Ask again: return how many histories had to be encoded, and check the answer."""
+        before = counts(self.metrics)["miss"]
+        found = clicks(self.predictor, self.asked)
+        # A row of the user for each item is answered by the whole graph, which no cache is in front of.
+        torch.testing.assert_close(found, clicks(self.predictor, full(self.asked)), rtol=1e-5, atol=1e-6)
+        return int(counts(self.metrics)["miss"] - before)
+
+    def ids(self, feature: str) -> list[int]:
+        """Return the IDs of a feature that the request has, each once."""
+        found = self.predictor.read(self.asked).ids[feature]
+        flat = found.flat_values if isinstance(found, RaggedTensor) else found
+        return sorted(set(flat.tolist()))
+
+    def change_row(self, table: str, number: int, place: int) -> None:
+        file = FrozenTable(f"{self.predictor.folder}/{self.predictor.servable.tables[table].file}")
+        every, values = file.core.scan(0, (1 << 64) - 1)
+        row = torch.from_numpy(values.reshape(len(every), -1)[every.tolist().index(number)]).clone()
+        row[place] += 0.01
+        ids = torch.tensor([number])
+        self._rows.apply({table: Rows(ids, torch.zeros_like(ids), row[None], torch.empty(1, 0))}, {})
+
+    def remove_row(self, table: str, number: int) -> None:
+        self._rows.apply({}, {table: torch.tensor([number])})
+
+
+@pytest.fixture
+def changed(predictor: Predictor) -> Changed:
+    return Changed(predictor)
+
+
+@pytest.mark.parametrize("table", ["item", "action"])
+def test_one_number_of_one_row_of_a_history_makes_a_new_entry(changed: Changed, table: str) -> None:
+    feature = "history" if table == "item" else "history.action"
+    for number in changed.ids(feature):
+        for place in (0, 7):
+            changed.change_row(table, number, place)
+            assert (changed.misses(), changed.misses()) == (1, 0)
+        changed.remove_row(table, number)
+        assert (changed.misses(), changed.misses()) == (1, 0)
+
+
+def test_a_row_that_is_in_no_step_leaves_the_entry_where_it_is(changed: Changed) -> None:
+    items = set(changed.ids("item")) - set(changed.ids("history"))
+    for number in items:
+        changed.change_row("item", number, 0)
+    changed.change_row("user", *changed.ids("user"), 0)
+    before = clicks(changed.predictor, changed.asked)
+    assert changed.misses() == 0
+    changed.asked["item"] = [NOT_IN_IT] * len(changed.asked["item"])
+    assert changed.misses() == 0
+    assert not torch.equal(clicks(changed.predictor, changed.asked), before)
+
+
+def test_one_number_of_one_weight_makes_a_new_entry(changed: Changed) -> None:
+    graphs = changed.predictor.histories
+    assert graphs is not None
+    for name, weight in graphs.weights.items():
+        other = weight.clone()
+        other.view(-1)[-1] += 0.01
+        changed.predictor.swap_weights({**graphs.weights, name: other})
+        assert (changed.misses(), changed.misses()) == (1, 0), name
+
+
+def test_one_step_or_time_of_a_history_makes_a_new_entry(changed: Changed) -> None:
+    lists = {name: changed.asked[name][0] for name in LISTS if name in changed.asked}
+    mutants: list[dict[str, list[Any]]] = []
+    for name, values in lists.items():
+        for place, value in enumerate(values):
+            others = {"history": NOT_IN_IT, "history.action": "buy" if value == "view" else "view"}
+            other = others.get(name) or value + 1
+            mutants.append({name: [*values[:place], other, *values[place + 1 :]]})
+        if name != "history.time":
+            mutants.append({name: [values[0], *values[2:0:-1], values[3]]})  # two steps change places
+    mutants.append({name: one[1:] for name, one in lists.items()})
+    mutants.append({name: one[:-1] for name, one in lists.items()})
+    whole = changed.asked
+    for mutant in mutants:
+        changed.asked = whole | {name: [values] for name, values in mutant.items()}
+        assert (changed.misses(), changed.misses()) == (1, 0), mutant
+    changed.asked = whole
+    assert changed.misses() == 0
+
+
+def test_the_time_of_the_request_is_no_part_of_an_entry_and_counts_all_the_same(changed: Changed) -> None:
+    if "time" not in changed.asked:
+        pytest.skip("a model without times")
+    before = clicks(changed.predictor, changed.asked)
+    changed.asked = changed.asked | {"time": [NOW + 10**6]}
+    assert changed.misses() == 0
+    assert not torch.equal(clicks(changed.predictor, changed.asked), before)
+
+
 def test_a_closed_version_leaves_nothing_in_the_cache(servable: Path) -> None:
     cache = HistoryCache(1 << 20)
     with Predictor(str(servable), show=False) as one, Predictor(str(servable), show=False) as other:
@@ -489,6 +608,49 @@ def test_an_answer_is_of_the_rows_that_it_names_while_a_trainer_publishes(timed:
         torch.testing.assert_close(found, wanted[step], rtol=1e-5, atol=1e-6)
     assert counts(metrics)["hit"] > 0
     assert counts(metrics)["miss"] > 1
+
+
+def test_each_update_that_a_server_follows_is_in_its_next_answer(timed: Path) -> None:
+    """A server without a cache, which follows the same trainer, answers the same after each of them."""
+    channel, metrics, random = MemoryChannel(), Metrics(), np.random.default_rng(3)
+    trainer = FakeTrainer(timed / "3", channel)
+    with (
+        Predictor(str(timed), show=False, threads=1) as predictor,
+        serving(timed, metrics=metrics, follow=channel.reader) as server,
+        serving(timed, cache=0, follow=channel.reader) as plain,
+    ):
+        asked = ranking(predictor, 5, length=len(HISTORY)) | {"history": [HISTORY]}
+        batch = predictor.read(asked).ids
+        rows = {"item": batch["history"], "action": batch["history.action"], "user": batch["user"]}
+        body = tensors(predictor, asked)
+
+        def answers() -> list[torch.Tensor]:
+            return [clicks_of(as_json(one, body)) for one in (server, server, plain)]
+
+        def publish(step: int) -> None:
+            trainer.learned = replace(STAMPS, step=step, newest_step=step)
+            trainer.publisher.publish_now()
+            for one in (server, plain):
+                until(lambda one=one: reached(as_json(one, body)["parameters"], step))  # type: ignore[misc]
+
+        publish(10)
+        answers()
+        for number, kind in enumerate(["item", "action", "user", "weight", "removed"] * 2):
+            if kind == "weight":
+                name = sorted(trainer.dense)[int(random.integers(len(trainer.dense)))]
+                trainer.dense = {**trainer.dense, name: trainer.dense[name] * 1.2 + 0.1}
+            elif kind == "removed":
+                trainer.tables["item"].remove(rows["item"].flat_values[number % 4, None])
+            else:
+                ids = rows[kind].flat_values
+                one = ids[int(random.integers(len(ids)))][None]
+                trainer.tables[kind].assign(one, torch.from_numpy(random.normal(0, 0.3, (1, 8))).float())
+            publish(12 + 2 * number)
+            found = answers()
+            for one in found:
+                torch.testing.assert_close(one, found[-1], rtol=1e-5, atol=1e-6)
+    trainer.publisher.close()
+    assert counts(metrics)["hit"] > 10
 
 
 def test_a_model_without_histories_says_that_the_cache_has_no_effect(

@@ -466,10 +466,13 @@ class DataConfig(Checked):
         several = tuple(types) if types is not None else None
         times = () if types is None else times_in(types)
         if split.last_of is None:
-            kept = read.filter(part_filter(chosen, split, several, times))
+            keep = part_filter(chosen, split, several, times)
         else:
             decide = files if several is None else replace(files, columns=several, queue=None)
-            kept = read.filter(last_filter(chosen, split, decide.source(_AT_ONCE, types=types), several))
+            keep = last_filter(chosen, split, decide.source(_AT_ONCE, types=types), several)
+        made = {name for one in histories for name in one.columns}
+        # What is known of a record is what its file says.
+        kept = read.filter(lambda records: keep(records.select(n for n in records.columns if n not in made)))
         # Filling up the batches of a live stream would delay them.
         return kept if files.live else kept.rebatch(batch_size)
 

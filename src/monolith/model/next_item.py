@@ -35,7 +35,14 @@ from monolith.model.histories import (
     step_times,
 )
 from monolith.model.ready import MODEL_DEFAULTS, ModelInput, ModelInputs, ModelOptions
-from monolith.model.retrieval import PickedItems, RetrievalModel, Similarity, positive_examples
+from monolith.model.retrieval import (
+    Negatives,
+    PickedItems,
+    RetrievalModel,
+    Similarity,
+    negatives_among,
+    positive_examples,
+)
 from monolith.nn import (
     GRUEncoder,
     HSTUEncoder,
@@ -64,6 +71,9 @@ class SequenceOptions(ModelOptions, total=False):
             drawn anew each time, the same ones for all steps of the batch. Few of them slow learning down,
             since an item that was not drawn is not pushed away from the steps that it is too near to; each
             takes a float of memory per step.
+        negatives_from: Which items of a batch these are: "batch", those of steps and of positive examples;
+            "sampled", those of examples that are not positive, such as `NegativeGeneration` makes of items
+            of earlier batches; or "both", the default.
         correction: Whether scores are corrected by how often each item is in a batch; see `ItemFrequency`.
     """
 
@@ -73,6 +83,7 @@ class SequenceOptions(ModelOptions, total=False):
     temperature: float | None
     steps: Steps | None
     negatives: int
+    negatives_from: Negatives
     correction: bool
 
 
@@ -84,6 +95,7 @@ SEQUENCE_DEFAULTS: SequenceOptions = {
     "temperature": None,
     "steps": None,
     "negatives": 2048,
+    "negatives_from": "both",
     "correction": True,
 }
 """The values of options that a caller leaves out."""
@@ -126,6 +138,15 @@ class NextItem(RetrievalModel):
         self.negatives = chosen["negatives"]
         if self.negatives < 1:
             raise ConfigError(f"{name}: negatives must be at least 1, got {self.negatives}")
+        self.negatives_from = chosen["negatives_from"]
+        if self.negatives_from not in get_args(Negatives):
+            known = ", ".join(get_args(Negatives))
+            raise ConfigError(f"{name}: negatives_from must be one of {known}, got {self.negatives_from!r}")
+        if self.negatives_from == "sampled" and self.spec is not None and not self.spec.labels:
+            raise ConfigError(
+                f'{name}: negatives_from = "sampled" takes the items of examples that are not positive, and '
+                "without labels all are: name the label that negatives have 0 in, or leave it out"
+            )
         self.max_length = max_length_of(said, chosen["max_length"])
         self.item_id = steps.item
         self.item_features = (steps.item,)
@@ -176,7 +197,8 @@ class NextItem(RetrievalModel):
         there = (numbers < row_splits[-1]) | (numbers >= steps)
         states = self._states(read, batch)
         users = self._last(states, row_splits, len(batch))
-        queries, wanted, counts = users, numbers[steps:], positive_examples(batch, device)
+        positive = positive_examples(batch, device)
+        queries, wanted, counts = users, numbers[steps:], positive
         if self.steps == "all" and steps:
             # Every step but the last of its history wants the item of the next one.
             behind = numbers[1 : steps + 1]
@@ -186,7 +208,9 @@ class NextItem(RetrievalModel):
         if not is_captured(batch):
             of = counts.nonzero().flatten()
             queries, wanted, counts = queries[of], wanted[of], counts[of]
-        loss = self._picked(queries, wanted, counts, items, ids, there, captured=is_captured(batch))
+        came_next = torch.cat([there[:steps], positive])
+        offered = there & negatives_among(came_next, self.negatives_from)
+        loss = self._picked(queries, wanted, counts, items, ids, offered, captured=is_captured(batch))
         return PickedItems(loss, self.score(users, items[steps:]))
 
     def _picked(
@@ -196,7 +220,7 @@ class NextItem(RetrievalModel):
         counts: Tensor,
         items: Tensor,
         ids: Tensor,
-        there: Tensor,
+        offered: Tensor,
         *,
         captured: bool,
     ) -> Tensor:
@@ -208,13 +232,13 @@ class NextItem(RetrievalModel):
             counts: bool of shape (queries,): which of them count.
             items: float of shape (items, out), with repeats.
             ids: int64 of shape (items,).
-            there: bool of shape (items,): which items are there. The last one is.
+            offered: bool of shape (items,): which of them are negatives.
             captured: Whether sizes must not depend on values.
         """
-        # Those that are there first, by ID. Of equal items, the first stands for all.
+        # Those that are offered first, by ID. Of equal items, the first stands for all.
         order = torch.argsort(ids, stable=True)
-        order = order[torch.argsort((~there[order]).to(torch.int8), stable=True)]
-        known, differs = ids[order], there[order]
+        order = order[torch.argsort((~offered[order]).to(torch.int8), stable=True)]
+        known, differs = ids[order], offered[order]
         differs[1:] &= known[1:] != known[:-1]
         # As many as there may be are drawn of those that differ: what is drawn behind them is no candidate.
         keys = torch.rand(len(ids), device=ids.device).masked_fill(~differs, 2.0)
@@ -225,8 +249,7 @@ class NextItem(RetrievalModel):
         scores = torch.cat([own, queries @ items[candidates].t()], 1) / self.temperature
         if self.frequency is not None:
             if self.training and torch.is_grad_enabled():
-                # An item that is not there counts as a repeat of one that is.
-                self.frequency.observe(torch.where(there[order], known, known[0]), differs)
+                self.frequency.observe(known, differs)
             expected = self.frequency(ids).to(scores)
             drawn_expected = expected[candidates].expand(len(scores), -1)
             scores = scores - torch.cat([expected[wanted, None], drawn_expected], 1)

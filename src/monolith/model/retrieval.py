@@ -19,6 +19,9 @@ from monolith.model.collection import EmbeddingCollection
 from monolith.model.ready import InputAxes, ModelInput
 
 Similarity = Literal["dot", "cosine"]
+Negatives = Literal["batch", "sampled", "both"]
+"""What a wanted item is compared with: other items that came next in the batch, those of examples that are
+not positive, such as `NegativeGeneration` makes, or both."""
 
 
 class PickedItems(NamedTuple):
@@ -126,3 +129,12 @@ def positive_examples(batch: Batch, device: torch.device) -> Tensor:
     if not batch.labels:
         return torch.ones(len(batch), dtype=torch.bool, device=device)
     return torch.stack([label > 0 for label in batch.labels.values()]).any(0).to(device)
+
+
+def negatives_among(items: Tensor, negatives: Negatives) -> Tensor:
+    """Return which items of a batch are offered as negatives.
+
+    Args:
+        items: bool of shape (items,): whether each one came next, as the item of a positive example did.
+    """
+    return {"batch": items, "sampled": ~items}.get(negatives, torch.ones_like(items))

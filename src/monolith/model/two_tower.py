@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Literal, Unpack, get_args
+from typing import Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,17 @@ from monolith.model.ready import (
     check_combined,
     tower,
 )
-from monolith.model.retrieval import PickedItems, RetrievalModel, Similarity, positive_examples
+from monolith.model.retrieval import (
+    Negatives,
+    PickedItems,
+    RetrievalModel,
+    Similarity,
+    negatives_among,
+    positive_examples,
+)
 from monolith.nn import ItemFrequency, accidental_hits, sampled_softmax_loss
 
 USER, ITEM = "user", "item"
-Negatives = Literal["batch", "sampled", "both"]
 
 
 class TwoTower(RetrievalModel):
@@ -165,7 +171,7 @@ class TwoTower(RetrievalModel):
         own = positive.nonzero().flatten()
         # Where only drawn ones are negatives, other positives are no candidates of a query.
         ids = batch.ids.first(self.item_id).to(device)
-        offered = {"batch": positive, "sampled": ~positive}.get(self.negatives, torch.ones_like(positive))
+        offered = negatives_among(positive, self.negatives)
         log_q = None
         if self.frequency is not None:
             if self.training and torch.is_grad_enabled():

@@ -293,8 +293,7 @@ class ItemFrequency(nn.Module):
 
         Args:
             ids: int64 of shape (n,).
-            counted: bool of shape (n,): which of them are copies; by default all. Each of the rest
-                must be an id that is counted elsewhere.
+            counted: bool of shape (n,): which of them are copies; by default all. The rest change nothing.
         """
         self.step += 1
         ids = ids.to(self.seen.device)
@@ -307,11 +306,13 @@ class ItemFrequency(nn.Module):
             counts = torch.zeros(seen.shape, dtype=torch.int64, device=seen.device).scatter_add_(
                 0, there, ones
             )
-            known = seen[there] > 0
+            known, came = seen[there] > 0, counts[there] > 0
             since, now = (self.step - seen[there]).float(), counts[there].float()
-            gap[there] = torch.where(known, torch.lerp(gap[there], since, self._rate), since)
-            copies[there] = torch.where(known, torch.lerp(copies[there], now, self._rate), now)
-            seen[there] = self.step
+            moved = torch.where(known, torch.lerp(gap[there], since, self._rate), since)
+            gap[there] = torch.where(came, moved, gap[there])
+            moved = torch.where(known, torch.lerp(copies[there], now, self._rate), now)
+            copies[there] = torch.where(came, moved, copies[there])
+            seen[there] = torch.where(came, self.step, seen[there])
 
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Tensor:
