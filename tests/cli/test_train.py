@@ -156,6 +156,16 @@ def test_a_report_has_the_part_of_the_batches_that_was_replayed(capsys: pytest.C
         assert (f"CUDA graphs {replayed or 0:.1%} of the batches were replayed" in said) == shown
 
 
+def test_a_report_says_what_gpu_kernels_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    report = train_json(capsys, "--steps", "2")
+    assert report["kernels"] == {"compiled": 0, "cached": 0, "seconds": 0.0}  # on a CPU
+    print_report(report, TrainOptions())
+    assert "GPU programs" not in capsys.readouterr().out
+    print_report(report | {"kernels": {"compiled": 9, "cached": 2, "seconds": 6.25}}, TrainOptions())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "kernels 9 GPU programs compiled and 2 read from the cache; waited 6.2s for them" in said
+
+
 def test_what_else_a_run_does_is_set_in_its_config(
     model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,14 @@ import torch
 from services.emulated_cuda import EmulatedDevice, EmulationError
 
 from monolith import native
-from monolith.cuda.kernels import KernelCache, Kernels, compiled_kernels, kernel_signatures
+from monolith.cuda.kernels import (
+    KernelCache,
+    KernelCounts,
+    Kernels,
+    compiled_kernels,
+    kernel_counts,
+    kernel_signatures,
+)
 from monolith.errors import AcceleratorError
 
 SOURCE = r"""
@@ -133,7 +140,9 @@ def test_a_machine_without_a_driver_is_told_so() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gets_the_same_bytes() -> None:
     device = torch.device("cuda", 0)
+    waited = kernel_counts().seconds
     made = compiled_kernels(SOURCE, "recording", device)
+    assert kernel_counts().seconds > waited
     out = torch.zeros(RECORD.size, dtype=torch.uint8, device=device)
     stream = torch.cuda.current_stream().cuda_stream
     made.launch("record", 1, out, None, -5, 7, -8, 9, 1.5, Pair(3, 0.5), stream=stream, threads=32)
@@ -164,6 +173,16 @@ def test_kernels_are_compiled_once_for_all_processes(tmp_path: Path) -> None:
     assert KernelCache(tmp_path / "kernels").image("rows", "sm_90", first) == b"an image"
     assert KernelCache(tmp_path / "kernels").image("rows", "sm_90", second) == b"an image"
     assert (first.calls, second.calls) == (1, 0)
+
+
+def test_it_counts_what_was_compiled_and_what_was_there(tmp_path: Path) -> None:
+    KernelCache(tmp_path).image("rows", "sm_90", Compiler())
+    cache = KernelCache(tmp_path)
+    for about in ("sm_90", "sm_100", "sm_120"):
+        cache.image("rows", about, Compiler())
+    cache.note_wait(1.5)
+    cache.note_wait(0.5)
+    assert cache.counts == KernelCounts(compiled=2, cached=1, seconds=2.0)
 
 
 def test_kernels_are_compiled_again_if_anything_they_depend_on_changes(tmp_path: Path) -> None:

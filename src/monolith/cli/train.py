@@ -291,6 +291,11 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
     for kind in ("server", "worker"):
         if found := report.get(f"lost_{kind}s"):
             facts[f"lost {kind}s"] = "; ".join(_describe_lost(kind, one) for one in found)
+    if (kernels := report.get("kernels")) and kernels["compiled"] + kernels["cached"]:
+        facts["kernels"] = (
+            f"{kernels['compiled']} GPU programs compiled and {kernels['cached']} read from the cache; "
+            f"waited {kernels['seconds']:.1f}s for them"
+        )
     if (replayed := report.get("replayed_batches")) is not None:
         facts["CUDA graphs"] = f"{replayed:.1%} of the batches were replayed"
     if report["restored_from"] is not None:

@@ -18,10 +18,12 @@ import logging
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -134,9 +136,11 @@ def compiled_kernels(source: str, name: str, device: torch.device, headers: Head
     torch.cuda.init()  # type: ignore[no-untyped-call]
     with _translated():
         driver = native.CudaDriver(_DRIVER, device.index)
+    asked = time.perf_counter()
     image = _compiling(source, name, device, headers).result()
     began = time.perf_counter()
     made = Kernels(driver, image, kernel_signatures(source, headers))
+    _cache().note_wait(time.perf_counter() - asked)
     _log.debug("kernels %s: loaded on %s in %.3f s", name, device, time.perf_counter() - began)
     return made
 
@@ -204,9 +208,28 @@ def _compiled(source: str, name: str, device: torch.device, headers: Headers) ->
     compiler = KernelCompiler(_nvrtc())
     texts = [part for header in headers for part in header]
     about = "\0".join([source, *texts, *OPTIONS, architecture, compiler.version, str(_driver_version())])
-    return KernelCache(_cache_folder()).image(
-        name, about, lambda: compiler.compile(source, f"{name}.cu", architecture, headers)
-    )
+    return _cache().image(name, about, lambda: compiler.compile(source, f"{name}.cu", architecture, headers))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCounts:
+    """The programs that a process has loaded on GPUs, and how long it waited for them."""
+
+    compiled: int = 0
+    cached: int = 0
+    """Those that another process, or an earlier one, had compiled."""
+    seconds: float = 0.0
+    """In which a thread waited for a program to be compiled, read and loaded."""
+
+
+def kernel_counts() -> KernelCounts:
+    """Return the programs of this process so far. From any thread."""
+    return _cache().counts
+
+
+@functools.cache
+def _cache() -> KernelCache:
+    return KernelCache(_cache_folder())
 
 
 class KernelCache:
@@ -221,6 +244,13 @@ class KernelCache:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._lock = threading.Lock()
+        self.counts = KernelCounts()  # set under the lock
+
+    def note_wait(self, seconds: float) -> None:
+        """Count the seconds in which a thread waited for a program."""
+        with self._lock:
+            self.counts = replace(self.counts, seconds=self.counts.seconds + seconds)
 
     def image(self, name: str, about: str, compile_it: Callable[[], bytes]) -> bytes:
         """Return an image from the cache, or compile it and keep it.
@@ -238,6 +268,12 @@ class KernelCache:
             what = "compiled"
         else:
             what = "read from the cache"
+        with self._lock:
+            now = self.counts
+            if what == "compiled":
+                self.counts = replace(now, compiled=now.compiled + 1)
+            else:
+                self.counts = replace(now, cached=now.cached + 1)
         _log.debug("kernels %s: %s in %.3f s (%s)", name, what, time.perf_counter() - began, kept)
         return image
 

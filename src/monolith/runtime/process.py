@@ -500,6 +500,7 @@ def report_as_json(report: TrainReport, task: Task, config: TrainConfig) -> dict
         "dense_staleness": report.dense_staleness,
         "seconds": round(report.seconds, 3),
         "start_seconds": round(report.start_seconds, 3),
+        "kernels": asdict(report.kernels),
         "save_seconds": round(report.save_seconds, 3),
         "evaluate_seconds": round(report.evaluate_seconds, 3),
         "examples_per_s": round(report.examples / training if training > 0 else 0.0, 1),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from monolith import __version__, concurrency, filesystem
 from monolith.config import masked, masked_words, to_dict
+from monolith.cuda.kernels import KernelCounts
 from monolith.errors import CorruptFileError
 from monolith.runtime.losses import Lost
 from monolith.train.config import TrainConfig
@@ -76,6 +77,9 @@ class TrainReport:
     """From when the run was asked for to its end."""
     start_seconds: float = 0.0
     """Of these, those before the first step: the model, the tables and the restore. All, without a step."""
+    kernels: KernelCounts = field(default_factory=KernelCounts)
+    """The GPU programs that this process has compiled, or read from the cache, and how long it waited for
+    them, most of it before the first step. Without those of Triton."""
     save_seconds: float = 0.0
     """Seconds in which training waited for checkpoints; writing in the background is not counted."""
     evaluate_seconds: float = 0.0

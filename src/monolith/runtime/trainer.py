@@ -36,6 +36,7 @@ from monolith.checkpoint import (
     roll_back,
     start_from,
 )
+from monolith.cuda.kernels import kernel_counts
 from monolith.data import Epochs, as_stream
 from monolith.errors import ConfigError, DivergedError, RestoreError, TransientFilesystemError
 from monolith.feature import Batch
@@ -351,6 +352,7 @@ class Trainer:
                 dense_staleness=None if status.staleness is None else status.staleness.most,
                 seconds=(ended := concurrency.monotonic()) - began,
                 start_seconds=(ends.first_at or ended) - began,
+                kernels=kernel_counts(),
                 save_seconds=0.0 if keeper is None else keeper.waited_seconds,
                 evaluate_seconds=0.0 if run.evaluate is None else run.evaluate.seconds,
                 loss=ends.loss(),
