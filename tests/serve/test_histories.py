@@ -662,7 +662,7 @@ def test_each_update_that_a_server_follows_is_in_its_next_answer(timed: Path) ->
             for one in found:
                 torch.testing.assert_close(one, found[-1], rtol=1e-5, atol=1e-6)
     trainer.publisher.close()
-    assert counts(metrics)["hit"] > 10
+    assert counts(metrics)["hit"] > 3
 
 
 def test_a_model_without_histories_says_that_the_cache_has_no_effect(
