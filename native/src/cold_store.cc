@@ -30,8 +30,8 @@ constexpr std::size_t kAhead = 16;
 constexpr char kMagic[8] = {'M', 'O', 'N', 'O', 'C', 'O', 'L', 'D'};
 constexpr std::uint32_t kVersion = 1;
 
-// Between two turns with a lock. A thread that waits for it needs a moment to wake up, and would find it taken
-// again.
+// Between two turns with a lock. A thread that waits for it needs a moment to wake up, and would find it
+// taken again.
 void give_way() {
   std::this_thread::sleep_for(std::chrono::microseconds(50));
 }
