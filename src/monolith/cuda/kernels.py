@@ -261,19 +261,14 @@ class KernelCache:
         """
         began = time.perf_counter()
         kept = self._folder / f"{name}-{hashlib.sha256(about.encode()).hexdigest()[:32]}.image"
-        image = self._read(kept)
+        image, cached = self._read(kept), 1
         if image is None:
-            image = compile_it()
+            image, cached = compile_it(), 0
             self._write(kept, image)
-            what = "compiled"
-        else:
-            what = "read from the cache"
         with self._lock:
             now = self.counts
-            if what == "compiled":
-                self.counts = replace(now, compiled=now.compiled + 1)
-            else:
-                self.counts = replace(now, cached=now.cached + 1)
+            self.counts = replace(now, compiled=now.compiled + 1 - cached, cached=now.cached + cached)
+        what = "read from the cache" if cached else "compiled"
         _log.debug("kernels %s: %s in %.3f s (%s)", name, what, time.perf_counter() - began, kept)
         return image
 
