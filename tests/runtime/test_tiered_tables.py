@@ -272,7 +272,7 @@ def test_a_run_in_three_tiers_stops_resumes_and_ends_as_with_all_rows_on_the_dev
         assert {folder.parent for folder in cold.folders} == {tmp_path / "run" / "cold"}
         assert not any(folder.exists() for folder in cold.folders)
     assert resumed.found == whole.found  # to the bit
-    assert caplog.text.count("replayed as CUDA graphs") == 2
+    assert caplog.text.count("replayed as CUDA graphs, one launch each") == 2
     assert caplog.text.count("the other rows came from host memory and files") == 2
 
 
