@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,16 @@ def test_the_comparison_finds_events_of_another_seed_after_a_resume(tmp_path: Pa
     assert any(one.startswith("weight ") for one in found)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """With one thread, a product of matrices rounds in the same way however large it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("name", device_names())
 def test_rows_on_a_device_end_with_the_same_bits_after_a_resume(name: str, tmp_path: Path) -> None:
     plan, accelerator = replace(PLAN, batch=4, steps=4, device="cuda"), OnDevice(device_named(name))

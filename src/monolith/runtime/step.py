@@ -294,6 +294,13 @@ class TrainingStep:
                 "GPU; set train.device_memory_bytes, too, if it has no room for all of them"
             )
             return None
+        if config.deterministic and any(one.plan.jagged for one in model.collections):
+            self._not_captured = True
+            self._say_not_captured(
+                "train.deterministic is set. How histories are padded depends on earlier batches, which a "
+                "resumed run has not seen, and matrix products of another size round differently"
+            )
+            return None
         try:
             graph = StepGraph(
                 model.module,

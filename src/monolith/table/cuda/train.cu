@@ -72,6 +72,8 @@ struct Held {
   static constexpr int kWide = wide_enough(kMany, S::kColumn, DIM);
   static constexpr int kStateWide = kVectors == 0 ? 4 : wide_enough(kMany, S::kState, STATE_DIM);
   static constexpr bool kFollowing = kMany * LANES == S::kDim && kWide > 1 && kStateWide > 1;
+  // The columns of a wider row do not fit into registers, and its kernels would take minutes to compile.
+  static constexpr int kUnrolled = kMany <= 32 ? kMany : 4;
   float x[kMany];
   float g[kMany];
   float state[kVectors > 0 ? kVectors : 1][kMany];
@@ -82,21 +84,22 @@ struct Held {
   }
 };
 
-#define EACH_COLUMN \
-  _Pragma("unroll") for (int k = 0; k < kMany; ++k) if (const int c = Held<S>::column(k, lane); c < S::kDim)
+#define EACH_COLUMN                                               \
+  _Pragma("unroll Held<S>::kUnrolled") for (int k = 0; k < kMany; \
+                                            ++k) if (const int c = Held<S>::column(k, lane); c < S::kDim)
 
 // A lane's columns of a segment's floats, fetched and put `WIDE` at once.
 template <class S, int WIDE>
 __device__ __forceinline__ void fetch(const float* from, float (&into)[Held<S>::kMany], int lane) {
   constexpr int kMany = Held<S>::kMany;
   if constexpr (Held<S>::kFollowing && WIDE == 4) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 4) {
       const float4 four = *(const float4*)(from + lane * kMany + k);
       into[k] = four.x, into[k + 1] = four.y, into[k + 2] = four.z, into[k + 3] = four.w;
     }
   } else if constexpr (Held<S>::kFollowing && WIDE == 2) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 2) {
       const float2 two = *(const float2*)(from + lane * kMany + k);
       into[k] = two.x, into[k + 1] = two.y;
@@ -110,11 +113,11 @@ template <class S, int WIDE>
 __device__ __forceinline__ void put(float* to, const float (&from)[Held<S>::kMany], int lane) {
   constexpr int kMany = Held<S>::kMany;
   if constexpr (Held<S>::kFollowing && WIDE == 4) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 4)
       *(float4*)(to + lane * kMany + k) = make_float4(from[k], from[k + 1], from[k + 2], from[k + 3]);
   } else if constexpr (Held<S>::kFollowing && WIDE == 2) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 2) *(float2*)(to + lane * kMany + k) = make_float2(from[k], from[k + 1]);
   } else {
     EACH_COLUMN to[c] = from[k];
@@ -128,13 +131,13 @@ __device__ __forceinline__ void fetch_values(const u8* row, float (&into)[Held<S
   constexpr int kMany = Held<S>::kMany;
   const u16* const from = (const u16*)row + S::kColumn;
   if constexpr (Held<S>::kFollowing && Held<S>::kWide == 4) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 4) {
       const float4 four = four_halves(*(const uint2*)(from + lane * kMany + k));
       into[k] = four.x, into[k + 1] = four.y, into[k + 2] = four.z, into[k + 3] = four.w;
     }
   } else if constexpr (Held<S>::kFollowing && Held<S>::kWide == 2) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 2) {
       const u32 two = *(const u32*)(from + lane * kMany + k);
       into[k] = low_half(two), into[k + 1] = high_half(two);
@@ -147,14 +150,14 @@ __device__ __forceinline__ void fetch_values(const u8* row, float (&into)[Held<S
   const u8* const from = row + S::kColumn;
   const float scale = scales_of(row)[S::kNumber];
   if constexpr (Held<S>::kFollowing && Held<S>::kWide == 4) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 4) {
       const u32 four = *(const u32*)(from + lane * kMany + k);
 #pragma unroll
       for (int b = 0; b < 4; ++b) into[k + b] = code_in(four, b) * scale;
     }
   } else if constexpr (Held<S>::kFollowing && Held<S>::kWide == 2) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 2) {
       const u32 two = *(const u16*)(from + lane * kMany + k);
       into[k] = code_in(two, 0) * scale, into[k + 1] = code_in(two, 1) * scale;
@@ -186,10 +189,10 @@ __device__ __forceinline__ void put_values(u8* row, const float (&from)[Held<S>:
   u16* const to = (u16*)row + S::kColumn;
   const auto two = [&](int k) { return codes[k] | codes[k + 1] << 16; };
   if constexpr (Held<S>::kFollowing && Held<S>::kWide == 4) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 4) *(uint2*)(to + lane * kMany + k) = make_uint2(two(k), two(k + 2));
   } else if constexpr (Held<S>::kFollowing && Held<S>::kWide == 2) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 2) *(u32*)(to + lane * kMany + k) = two(k);
   } else {
     EACH_COLUMN to[c] = (u16)codes[k];
@@ -211,11 +214,11 @@ __device__ __forceinline__ void put_values(u8* row, const float (&from)[Held<S>:
   if (lane == 0) ((float*)scales_of(row))[S::kNumber] = scale;
   u8* const to = row + S::kColumn;
   if constexpr (Held<S>::kFollowing && Held<S>::kWide == 4) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 4)
       *(u32*)(to + lane * kMany + k) = codes[k] | codes[k + 1] << 8 | codes[k + 2] << 16 | codes[k + 3] << 24;
   } else if constexpr (Held<S>::kFollowing && Held<S>::kWide == 2) {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; k += 2) *(u16*)(to + lane * kMany + k) = (u16)(codes[k] | codes[k + 1] << 8);
   } else {
     EACH_COLUMN to[c] = (u8)codes[k];
@@ -234,10 +237,10 @@ __device__ __forceinline__ float sum_in_order(const float (&x)[Held<S>::kMany], 
   if constexpr (Held<S>::kFollowing) {
 #pragma unroll 1
     for (int l = 0; l < LANES; ++l)
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
       for (int k = 0; k < kMany; ++k) sum += __shfl_sync(tile, x[k], l, LANES);
   } else {
-#pragma unroll
+#pragma unroll Held < S> ::kUnrolled
     for (int k = 0; k < kMany; ++k)
 #pragma unroll 1
       for (int l = 0; l < LANES; ++l) {
