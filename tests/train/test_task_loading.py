@@ -128,6 +128,7 @@ def test_a_module_of_the_current_folder_is_found(file: str, monkeypatch: pytest.
     [
         ("Clicks", r"^Invalid model name Clicks"),
         ("tasks/clicks.py", "name the task in the file"),
+        ("clicks.toml", "clicks.toml is a config file and no task: pass it as --config clicks.toml"),
         (":Clicks", r"write package\.module:Name"),
         ("train.tasks:", r"write package\.module:Name"),
         ("train.tasks:SPEC", "is a BatchSpec"),

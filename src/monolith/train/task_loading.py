@@ -133,6 +133,8 @@ def _find(name: str) -> Any:
     place, colon, attribute = name.rpartition(":")
     is_file = place.endswith(".py") or "/" in place
     if not colon:
+        if name.endswith(".toml"):
+            raise ConfigError(f"{name} is a config file and no task: pass it as --config {name}")
         if name.endswith(".py") or "/" in name:
             raise ConfigError(f"{name}: name the task in the file, as in {name}:Clicks")
         if "." not in name:
