@@ -19,7 +19,7 @@ NCCL differs from gloo in three ways that matter here. Its calls run on a stream
 orders the current stream after it and does not wait on the host. A call that is aborted ends like one that is
 done, with whatever is in its memory. And calls of two groups may be in flight at once, in another order on
 another rank. That is safe only if the GPU can run the kernels of both at once: with the environment variable
-CUDA_DEVICE_MAX_CONNECTIONS at 1 it cannot, and ranks may wait for each other until the timeout.
+CUDA_DEVICE_MAX_CONNECTIONS at 1 it cannot, and no group is made.
 """
 
 from __future__ import annotations

@@ -103,6 +103,11 @@ class TorchNetwork:
     def make_group(self, keys: Keys, name: str, rank: int, size: int, options: GroupOptions) -> Group:
         keys = prefixed(keys, name)
         if options.backend == "nccl":
+            if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+                raise ConfigError(
+                    "ranks: with CUDA_DEVICE_MAX_CONNECTIONS=1 a GPU runs the kernels of one NCCL group at a "
+                    "time, and ranks that call several wait for each other forever. Unset it"
+                )
             if not torch.cuda.is_available() or not dist.is_nccl_available():
                 raise ConfigError("ranks: the backend nccl needs GPUs and a torch that was built with it")
             # By default torch's watchdog ends the process when another rank is lost. A rank has to outlive
