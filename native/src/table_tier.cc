@@ -101,9 +101,10 @@ std::vector<std::byte> Table::idle_rows(std::size_t wanted) {
   const Epochs::Visit visit(epochs_);
   const Body& body = *body_.load();
   // All partitions lose rows alike: each keeps the memory of rows that left it for its own new ones. The hand
-  // is the same share of every index. Four rounds bring every count to 0; a fifth finds none but those of the
-  // last call.
-  for (double swept = 0; swept < 5 && records.size() < wanted * bytes;) {
+  // is the same share of every index. After a round without enough new rows all age: four rounds bring every
+  // count to 0, and one more finds none but those of the last call.
+  uses_->remember(size());
+  for (double swept = 0; swept < 6 && records.size() < wanted * bytes;) {
     const double missing = static_cast<double>(wanted - records.size() / bytes) / static_cast<double>(size());
     const double until = std::min(1.0, hand_ + std::max(missing, 1e-4));
     for (std::uint64_t cursor = 0;;) {
@@ -121,13 +122,13 @@ std::vector<std::byte> Table::idle_rows(std::size_t wanted) {
         if (bucket >= order.buckets()) continue;
         for (std::size_t i = bucket * kBucketSlots; i < (bucket + 1) * kBucketSlots; ++i) {
           const Slot& slot = index.slots()[i];
-          if (slot.row == 0 || !uses_->idle(slot.row)) continue;
+          if (slot.row == 0 || !uses_->idle(slot.row, swept >= 1)) continue;
           const RecordHead head{slot.hash, slot.time, change_of(slot.row)};
           const std::byte* const row = body.rows.row(slot.row);
           records.insert(records.end(), reinterpret_cast<const std::byte*>(&head),
                          reinterpret_cast<const std::byte*>(&head + 1));
           records.insert(records.end(), row, row + entry_.row_bytes());
-          uses_->start(slot.row);  // not twice
+          uses_->leave(slot.row, slot.hash);
         }
       }
       const std::uint64_t last = part.last.load(std::memory_order_relaxed);
@@ -204,7 +205,7 @@ void Table::move_in(std::span<const std::byte> records) {
                         }
                         --part.inserted;  // it is no new row
                         std::memcpy(body.rows.row(slot->row), record + sizeof(head), entry_.row_bytes());
-                        uses_->start(slot->row);
+                        uses_->start(slot->row, head.hash);
                         if (changes_ == nullptr) continue;
                         // insert() noted a birth: say what is so. The number may be that of a row that
                         // changed.
@@ -248,7 +249,7 @@ bool Table::shrink_to(std::size_t rows) {
     while (part->free_rows != 0)
       if (const std::uint32_t row = take_row(body, *part); row < end) free.push_back(row);
   }
-  auto uses = std::make_unique<RowUses>(uses_->call());
+  auto uses = std::make_unique<RowUses>(*uses_);
   for (Partition* const part : parts) {
     std::lock_guard lock(part->mutex);
     const Index index = part->index.load(std::memory_order_relaxed);

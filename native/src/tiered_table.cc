@@ -18,7 +18,7 @@ constexpr std::size_t kReadAtOnce = 65536;  // cold rows whose records are in me
 constexpr std::uint64_t kLastHash = std::numeric_limits<std::uint64_t>::max();
 // Of the index, per row: slots of 16 bytes, of which half are free when a partition has just split.
 constexpr std::size_t kIndexBytes = 32;
-constexpr std::size_t kUseBytes = 2;  // of the counts of uses
+constexpr std::size_t kUseBytes = 6;  // at most, of what `RowUses` knows
 // One in so many of the memory's bytes stays free: for a third buffer, and for arrays that are being
 // replaced.
 constexpr std::uint64_t kSpare = 32;

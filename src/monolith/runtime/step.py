@@ -283,10 +283,7 @@ class TrainingStep:
         if config.accelerator != "cuda" or not config.step_graphs:
             return None
         if not model.is_local or self._membership.lockstep or self._placement.averaging is not None:
-            _log.info(
-                "training steps are launched kernel by kernel and not replayed as CUDA graphs, which are for "
-                "runs of one process"
-            )
+            self._say_not_captured("graphs are for runs of one process")
             return None
         if config.embedding_device != "device":
             self._say_not_captured(
