@@ -161,6 +161,26 @@ void a_row_without_a_time_has_none() {
   CHECK(!read_row_times(plan, odd, {}, Ids{0}));
 }
 
+void weights_follow_the_ids_of_their_rows() {
+  const Ids items{1, 2, 3}, splits{0, 2, 3, 3}, rows{2, 1, 0}, weight_splits{0, 2, 2, 2};
+  const std::vector<float> given{0.5F, kNaN}, infinite{0.5F, std::numeric_limits<float>::infinity()};
+  const SourceColumn ids = ints(items, splits), weights = floats(given, weight_splits),
+                     odd = floats(infinite, weight_splits);
+  const RowFeature weighted{{{.kind = RowColumn::Kind::kIds, .ids = feature(Kind::kInts), .times = {}},
+                             {.kind = RowColumn::Kind::kWeights, .ids = feature(Kind::kInts), .times = {}}}};
+  WeightedIds packed;
+  packed.ids = {{9}, {0, 1}};  // of a feature without weights
+  std::vector<std::uint32_t> forms;
+  const std::vector<std::vector<const SourceColumn*>> fine{{&ids}, {&weights}}, wrong{{&ids}, {&odd}};
+  CHECK(!add_row_feature(weighted, wrong, {}, rows, nullptr, packed, forms));
+  CHECK(packed.ids.ids == (Ids{9}) && packed.ids.splits == (Ids{0, 1}) && !packed.weights && forms.empty());
+  CHECK(add_row_feature(weighted, fine, {}, rows, nullptr, packed, forms));
+  CHECK(packed.ids.ids == (Ids{9, 3, 1, 2}) && packed.ids.splits == (Ids{0, 1, 1, 2, 4}));
+  CHECK(*packed.weights == (std::vector<float>{1, 1, 0.5F, 1}));
+  CHECK(!add_row_feature(weighted, wrong, {}, rows, nullptr, packed, forms));
+  CHECK(packed.ids.ids.size() == 4 && packed.weights->size() == 4);
+}
+
 }  // namespace
 
 int main() {
@@ -172,5 +192,6 @@ int main() {
       {"wide numbers are copied whole or not at all", wide_numbers_are_copied_whole_or_not_at_all},
       {"times are seconds of any unit", times_are_seconds_of_any_unit},
       {"a row without a time has none", a_row_without_a_time_has_none},
+      {"weights follow the ids of their rows", weights_follow_the_ids_of_their_rows},
   });
 }
