@@ -7,14 +7,15 @@ it finds the odd value and gives the same result for the rest.
 
 Records that were not moved yet (`UnmovedRows`) are read straight from the blocks that hold them, ids,
 numbers and event times in one call, and none of their columns becomes an object of Python. The same call
-packs features of several columns, such as IDs with weights, behind the plain ones: all before the first that
-is odd, so that the features of a batch are in the same order whatever is odd in it. Columns of tensors take a
-call for ids and one for numbers, of which there must be one in each row.
+packs IDs with weights, sequences and histories behind the plain features: all before the first that is odd,
+so that the features of a batch are in the same order whatever is odd in it. Columns of tensors take a call
+for ids and one for numbers, of which there must be one in each row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,15 @@ from torch import Tensor
 
 from monolith import native
 from monolith.feature.batches import FeatureIds, one_each_splits
-from monolith.feature.spec.kinds import AnyFeature, BucketFeature, CrossFeature, FloatFeature, IdFeature
+from monolith.feature.spec.kinds import (
+    AnyFeature,
+    BucketFeature,
+    CrossFeature,
+    FloatFeature,
+    HistoryFeature,
+    IdFeature,
+    SequenceFeature,
+)
 from monolith.feature.spec.times import core_forms, core_plan
 from monolith.tensors import RaggedTensor
 
@@ -101,15 +110,19 @@ _Plan = tuple[
 numbers and of numbers, each None if it cannot hold that; boundaries of the last two; separator, slot."""
 
 
+_ListColumn = tuple[native.RowColumnKind, _Plan, tuple[int, bool, int, int]]
+"""What a column holds, how its IDs are read, and how times are."""
+
+
 class _List(NamedTuple):
     """A feature of several columns, or one of which a row keeps some values."""
 
     names: tuple[str, ...]
     """In a batch."""
     columns: tuple[str, ...]
-    plan: tuple[list[tuple[native.RowColumnKind, _Plan, tuple[int, bool, int, int]]], int, bool, bool]
-    """How the core reads it, as `native.IdPacker` has it: kind of each column, how its IDs are read, and how
-    times are; how many values a row keeps, whether the last ones, and whether they are steps."""
+    plan: tuple[list[_ListColumn], int, bool, bool]
+    """How the core reads it, as `native.IdPacker` has it: its columns, how many values a row keeps, whether
+    the last ones, and whether they are steps."""
 
 
 class _RowPlan(NamedTuple):
@@ -128,7 +141,7 @@ class _RowPlan(NamedTuple):
     """The columns of the first lists, up to one that lacks a column."""
 
 
-def _plan_of(one: IdFeature | BucketFeature, slot: int | None) -> _Plan:
+def _plan_of(one: IdFeature | BucketFeature | SequenceFeature, slot: int | None) -> _Plan:
     kinds = native.RawKind
     if isinstance(one, BucketFeature):
         exact = np.array(one.boundaries, dtype=np.float64)
@@ -144,17 +157,38 @@ def _plan_of(one: IdFeature | BucketFeature, slot: int | None) -> _Plan:
 def _list_of(spec: FeatureSpec, name: str, one: AnyFeature) -> _List | None:
     kinds, times = native.RowColumnKind, core_plan(spec.event_time_unit)
 
-    def column(
-        kind: native.RowColumnKind, separator: str | None, boundaries: Sequence[float] = (), of: str = ""
-    ) -> tuple[native.RowColumnKind, _Plan, tuple[int, bool, int, int]]:
-        """Return how a column of other values than IDs is read."""
-        plan = (None, native.RawKind.INT_BUCKETS, None, boundaries, (), separator, spec.slots.get(of))
-        return kind, plan, times
+    def ids(name: str, of: IdFeature | SequenceFeature) -> _ListColumn:
+        return kinds.IDS, _plan_of(of, spec.slots.get(name)), times
+
+    def others(
+        kind: native.RowColumnKind,
+        separator: str | None,
+        buckets: Sequence[float] = (),
+        slot: int | None = None,
+    ) -> _ListColumn:
+        return kind, (None, native.RawKind.INT_BUCKETS, None, buckets, (), separator, slot), times
 
     if isinstance(one, IdFeature) and one.weights is not None:
-        ids = (kinds.IDS, _plan_of(one, spec.slots.get(name)), times)
-        plan = [ids, column(kinds.WEIGHTS, one.separator)]
-        return _List((name,), (one.column or name, one.weights), (plan, 0, False, False))
+        plans = [ids(name, one), others(kinds.WEIGHTS, one.separator)]
+        return _List((name,), (one.column or name, one.weights), (plans, 0, False, False))
+    if isinstance(one, SequenceFeature):
+        names, columns, plans = [name], [one.column or name], [ids(name, one)]
+        if one.times is not None:
+            names.append(name + ".gap")
+            columns.append(one.times)
+            plans.append(others(kinds.GAPS, one.separator, one.gaps, spec.slots.get(name + ".gap")))
+        return _List(tuple(names), tuple(columns), (plans, one.length, one.keep == "last", False))
+    if isinstance(one, HistoryFeature):
+        lists, plans = spec.histories[name], []
+        for each in lists:
+            of = None if each.feature is None else spec.features[each.feature]
+            if of is None:
+                plans.append(others(kinds.SECONDS, one.separator))
+            else:
+                assert isinstance(of, IdFeature)
+                plans.append(ids(each.name, replace(of, separator=one.separator)))
+        named = tuple(each.name for each in lists), tuple(each.column for each in lists)
+        return _List(*named, (plans, one.max, True, True))
     return None
 
 
