@@ -71,8 +71,17 @@ class IdPacker {
   using Feature =
       std::tuple<Kind, Kind, Kind, Boundaries, Boundaries, std::optional<char>, std::optional<std::uint32_t>>;
 
-  IdPacker(std::vector<Feature> features, nb::object uint8, nb::object int64, nb::object float32)
-      : features_(std::move(features)), tensors_(std::move(uint8), std::move(int64), std::move(float32)) {}
+  // The members of `TimePlan`.
+  using TimesPlan = std::tuple<std::int64_t, bool, std::int64_t, std::int64_t>;
+  // Of columns: kind, how IDs are read, and how times are. Then the other members of `RowFeature`.
+  using List =
+      std::tuple<std::vector<std::tuple<RowColumn::Kind, Feature, TimesPlan>>, std::size_t, bool, bool>;
+
+  IdPacker(std::vector<Feature> features, std::vector<List> lists, nb::object uint8, nb::object int64,
+           nb::object float32)
+      : features_(std::move(features)),
+        lists_(std::move(lists)),
+        tensors_(std::move(uint8), std::move(int64), std::move(float32)) {}
 
   // (ids, splits), or None if something is odd.
   nb::object pack(const nb::list& columns) const {
@@ -101,20 +110,26 @@ class IdPacker {
   using Numbers = std::tuple<std::size_t, RowNumbers, std::size_t, bool, std::optional<char>>;
   using Times = std::tuple<std::size_t, std::int64_t, bool, std::int64_t, std::int64_t>;
 
-  // (ids, splits, numbers, how many rows of each lack one, times). Instead of splits: None if an id is odd,
-  // True if every cell has one id, since the caller then has them already. Times are (seconds, splits or
-  // None if each row has one, forms); None if one is odd, or none are read.
+  // (ids, splits, numbers, how many rows of each lack one, times, lists). Instead of splits: None if an id is
+  // odd, True if every cell has one id, since the caller then has them already. Times are (seconds, splits
+  // or None if each row has one, forms); None if one is odd, or none are read. Lists are (how many of them
+  // were packed behind the IDs: all before the first odd one; the forms of times of each of their columns;
+  // weights of all IDs, or None if all are 1).
   nb::tuple pack_rows(const nb::tuple& blocks, const std::optional<Column<std::int32_t>>& block_of,
                       const Column<std::int64_t>& rows, const std::vector<std::size_t>& ids,
-                      const std::vector<Numbers>& numbers, const std::optional<Times>& times) const {
-    if (ids.size() != features_.size())
+                      const std::vector<Numbers>& numbers, const std::optional<Times>& times,
+                      const std::vector<std::vector<std::size_t>>& lists) const {
+    if (ids.size() != features_.size() || lists.size() > lists_.size())
       throw std::invalid_argument("pack_rows: there must be a column for each feature");
     const RowPlaces places(blocks, block_of, rows);
     const std::size_t size = rows.size();
-    PackedIds packed;
+    WeightedIds weighted;
+    PackedIds& packed = weighted.ids;
     std::vector<float> out;
     std::vector<std::int64_t> missing;
     std::optional<RowTimes> read_times;
+    std::vector<std::uint32_t> forms;
+    std::size_t listed = 0;
     bool one_each = false;
     {
       GilReleased unlocked;
@@ -127,6 +142,20 @@ class IdPacker {
         const std::optional<RawIds> feature = plan(features_[i], column[0]->type);
         packed.fine = feature && add_row_ids(*feature, column, places.which(), places.rows(), packed);
       }
+      if (times) {
+        const auto& [number, per_second, iso_texts, oldest, latest] = *times;
+        read_times = read_row_times({per_second, iso_texts, oldest, latest}, places.column(number),
+                                    places.which(), places.rows());
+      }
+      for (; listed < lists.size() && packed.fine; ++listed) {
+        std::vector<std::vector<const SourceColumn*>> columns;
+        for (const std::size_t number : lists[listed]) columns.push_back(places.column(number));
+        const std::optional<RowFeature> feature = plan(lists_[listed], columns);
+        if (!feature || !add_row_feature(*feature, columns, places.which(), places.rows(),
+                                         read_times ? &*read_times : nullptr, weighted, forms))
+          break;
+      }
+      if (weighted.weights) weighted.weights->resize(packed.ids.size(), 1.0F);
       one_each = packed.ids.size() + 1 == packed.splits.size() &&
                  std::adjacent_find(packed.splits.begin(), packed.splits.end()) == packed.splits.end();
       std::size_t total = 0;
@@ -139,11 +168,6 @@ class IdPacker {
                                            to.first(width * size)));
         to = to.subspan(width * size);
       }
-      if (times) {
-        const auto& [number, per_second, iso_texts, oldest, latest] = *times;
-        read_times = read_row_times({per_second, iso_texts, oldest, latest}, places.column(number),
-                                    places.which(), places.rows());
-      }
     }
     nb::object splits = nb::none();
     if (packed.fine) splits = one_each ? nb::cast(true) : nb::cast(owned(std::move(packed.splits)));
@@ -153,7 +177,10 @@ class IdPacker {
       if (!read_times->splits.empty()) of_rows = nb::cast(owned(std::move(read_times->splits)));
       seconds = nb::make_tuple(owned(std::move(read_times->seconds)), of_rows, read_times->forms);
     }
-    return nb::make_tuple(owned(std::move(packed.ids)), splits, owned(std::move(out)), missing, seconds);
+    nb::object weights = nb::none();
+    if (weighted.weights) weights = nb::cast(owned(std::move(*weighted.weights)));
+    return nb::make_tuple(owned(std::move(packed.ids)), splits, owned(std::move(out)), missing, seconds,
+                          nb::make_tuple(listed, forms, weights));
   }
 
  private:
@@ -164,6 +191,28 @@ class IdPacker {
     const Kind kind = type == ColumnType::kBytes ? of_texts : whole ? of_ints : of_floats;
     if (!kind) return std::nullopt;
     return RawIds{*kind, {}, {}, {}, {}, whole ? exact : rounded, separator, {slot}};
+  }
+
+  static std::optional<RowFeature> plan(const List& list,
+                                        std::span<const std::vector<const SourceColumn*>> sources) {
+    const auto& [columns, most, keeps_last, steps] = list;
+    if (columns.size() != sources.size())
+      throw std::invalid_argument("pack_rows: a list needs a source for each of its columns");
+    RowFeature found{{}, most, keeps_last, steps};
+    found.columns.reserve(columns.size());
+    for (std::size_t i = 0; i < columns.size(); ++i) {
+      const auto& [kind, feature, times] = columns[i];
+      RowColumn& column = found.columns.emplace_back();
+      column.kind = kind;
+      const auto& [per_second, iso_texts, oldest, latest] = times;
+      column.times = {per_second, iso_texts, oldest, latest};
+      // Times are read as such, and are whole numbers when they become IDs.
+      const bool ids = kind == RowColumn::Kind::kIds;
+      const std::optional<RawIds> raw = plan(feature, ids ? sources[i][0]->type : ColumnType::kInt64);
+      if (!raw) return std::nullopt;
+      column.ids = *raw;
+    }
+    return found;
   }
 
   std::optional<RawIds> read(const Feature& feature, nb::handle values, nb::handle texts,
@@ -194,6 +243,7 @@ class IdPacker {
   }
 
   std::vector<Feature> features_;
+  std::vector<List> lists_;
   TensorReader tensors_;
 };
 
@@ -217,31 +267,49 @@ void bind_cells(nb::module_& m) {
       .value("INT_BUCKETS", RawIds::Kind::kIntBuckets)
       .value("FLOAT_BUCKETS", RawIds::Kind::kFloatBuckets);
   nb::class_<IdPacker>(m, "IdPacker", "Packs the ids of many features of a batch in one call. Thread-safe.")
-      .def(nb::init<std::vector<IdPacker::Feature>, nb::object, nb::object, nb::object>(), "features"_a,
-           "uint8"_a, "int64"_a, "float32"_a,
+      .def(nb::init<std::vector<IdPacker::Feature>, std::vector<IdPacker::List>, nb::object, nb::object,
+                    nb::object>(),
+           "features"_a, "lists"_a, "uint8"_a, "int64"_a, "float32"_a,
            nb::sig("def __init__(self, features: Sequence[tuple[RawKind | None, RawKind | None, RawKind | "
-                   "None, Sequence[float], Sequence[float], str | None, int | None]], uint8: object, int64: "
-                   "object, float32: object) -> None"),
+                   "None, Sequence[float], Sequence[float], str | None, int | None]], lists: "
+                   "Sequence[tuple[Sequence[tuple[RowColumnKind, tuple[RawKind | None, RawKind | None, "
+                   "RawKind | None, Sequence[float], Sequence[float], str | None, int | None], tuple[int, "
+                   "bool, int, int]]], int, bool, bool]], uint8: object, int64: object, float32: object) -> "
+                   "None"),
            "Features are (kind of texts, of ints, of floats, boundaries of ints, of floats, separator, "
-           "slot), and the types are torch's.")
+           "slot). Lists are features of several columns, or of which a row keeps some values: (columns, how "
+           "many values are kept, 0 for all, whether the last ones, whether each step must have a value in "
+           "each column), and a column is (kind, feature, how its times are read). The types are torch's.")
       .def("pack", &IdPacker::pack, "columns"_a,
            nb::sig("def pack(self, columns: list[tuple[object, object | None, object]]) -> "
                    "tuple[NDArray[numpy.int64], NDArray[numpy.int64]] | None"),
            "(ids, splits) of a column for each feature: tensors of (values, splits of texts, splits of "
            "rows). None if something cannot be read, or is no plain tensor on the CPU.")
-      .def("pack_rows", &IdPacker::pack_rows, "blocks"_a, "block_of"_a.noconvert().none(),
-           "rows"_a.noconvert(), "ids"_a, "numbers"_a, "times"_a.none(),
-           nb::sig("def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | "
-                   "None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, "
-                   "RowNumbers, int, bool, str | None]], times: tuple[int, int, bool, int, int] | None) -> "
-                   "tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, NDArray[numpy.float32], "
-                   "list[int], tuple[NDArray[numpy.int64], NDArray[numpy.int64] | None, int] | None]"),
-           "(ids, splits, numbers, missing, times) of rows of blocks, given the column of each feature; the "
-           "column, kind and count per row of numbers, whether texts are read and their separator; and the "
-           "column of times, per second (0: by size), ISO texts alone, the oldest and the latest second. "
-           "Splits are True if every cell has one id, None if an id cannot be read. A row without numbers "
-           "has NaN; `missing` is how many rows lack a number, -1 if some cannot be read. Times are "
-           "(seconds, splits if a row has none, forms), None if one cannot be read.");
+      .def(
+          "pack_rows", &IdPacker::pack_rows, "blocks"_a, "block_of"_a.noconvert().none(),
+          "rows"_a.noconvert(), "ids"_a, "numbers"_a, "times"_a.none(), "lists"_a,
+          nb::sig(
+              "def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | "
+              "None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, "
+              "RowNumbers, int, bool, str | None]], times: tuple[int, int, bool, int, int] | None, lists: "
+              "Sequence[Sequence[int]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | "
+              "None, NDArray[numpy.float32], list[int], tuple[NDArray[numpy.int64], "
+              "NDArray[numpy.int64] | None, int] | None, tuple[int, list[int], NDArray[numpy.float32] | "
+              "None]]"),
+          "(ids, splits, numbers, missing, times, lists) of rows of blocks, given the column of each "
+          "feature; the "
+          "column, kind and count per row of numbers, whether texts are read and their separator; and the "
+          "column of times, per second (0: by size), ISO texts alone, the oldest and the latest second. "
+          "Splits are True if every cell has one id, None if an id cannot be read. A row without numbers "
+          "has NaN; `missing` is how many rows lack a number, -1 if some cannot be read. Times are "
+          "(seconds, splits if a row has none, forms), None if one cannot be read. Given the columns of "
+          "the first lists, lists are (how many were packed behind the ids, all before one that cannot be "
+          "read; the forms of times in each of their columns; weights of all ids, None if no list has any).");
+  nb::enum_<RowColumn::Kind>(m, "RowColumnKind", "What a column of a list holds.")
+      .value("IDS", RowColumn::Kind::kIds)
+      .value("WEIGHTS", RowColumn::Kind::kWeights)
+      .value("SECONDS", RowColumn::Kind::kSeconds)
+      .value("GAPS", RowColumn::Kind::kGaps);
   nb::enum_<RowNumbers>(m, "RowNumbers", "Which numbers a row may have, other than none.")
       .value("ANY", RowNumbers::kAny)
       .value("CLASSES", RowNumbers::kClasses);

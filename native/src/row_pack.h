@@ -61,4 +61,41 @@ std::optional<RowTimes> read_row_times(const TimePlan& plan, std::span<const Sou
                                        std::span<const std::int32_t> block_of,
                                        std::span<const std::int64_t> rows);
 
+// What the rows of one feature are made of: a column of IDs, and those next to it.
+struct RowColumn {
+  enum class Kind : std::uint8_t {
+    kIds,      // as `ids` says
+    kWeights,  // a number for each ID of the column before, 1 for all IDs of a row that has none
+    kSeconds,  // times, as Unix seconds
+    kGaps,     // times of the IDs before: the bucket of the seconds from each to the event
+  };
+
+  Kind kind = Kind::kIds;
+  // How IDs are read, without values. Of other kinds the separator counts, and of gaps how buckets become
+  // IDs.
+  RawIds ids;
+  TimePlan times;
+};
+
+// A feature of several columns, or one of which a row keeps some values. Each column but those of weights has
+// a cell for each row.
+struct RowFeature {
+  std::vector<RowColumn> columns;
+  std::size_t most = 0;     // values that a row keeps of each column; 0 keeps all
+  bool keeps_last = false;  // which of them
+  bool steps = false;       // whether each step of a row must have a value in each column
+};
+
+struct WeightedIds {
+  PackedIds ids;
+  // Of all IDs up to those of the last feature with weights; all others have 1. None without such a feature.
+  std::optional<std::vector<float>> weights;
+};
+
+// Adds the cells of a feature, with the forms of times that each column has. False if something cannot be
+// read, or the rows of its columns have different lengths, and nothing is added then.
+bool add_row_feature(const RowFeature& feature, std::span<const std::vector<const SourceColumn*>> columns,
+                     std::span<const std::int32_t> block_of, std::span<const std::int64_t> rows,
+                     const RowTimes* event_times, WeightedIds& packed, std::vector<std::uint32_t>& forms);
+
 }  // namespace monolith

@@ -161,6 +161,73 @@ void a_row_without_a_time_has_none() {
   CHECK(!read_row_times(plan, odd, {}, Ids{0}));
 }
 
+void weights_follow_the_ids_of_their_rows() {
+  const Ids items{1, 2, 3}, splits{0, 2, 3, 3}, rows{2, 1, 0}, weight_splits{0, 2, 2, 2};
+  const std::vector<float> given{0.5F, kNaN}, infinite{0.5F, std::numeric_limits<float>::infinity()};
+  const SourceColumn ids = ints(items, splits), weights = floats(given, weight_splits),
+                     odd = floats(infinite, weight_splits);
+  const RowFeature weighted{{{.kind = RowColumn::Kind::kIds, .ids = feature(Kind::kInts), .times = {}},
+                             {.kind = RowColumn::Kind::kWeights, .ids = feature(Kind::kInts), .times = {}}}};
+  WeightedIds packed;
+  packed.ids = {{9}, {0, 1}};  // of a feature without weights
+  std::vector<std::uint32_t> forms;
+  const std::vector<std::vector<const SourceColumn*>> fine{{&ids}, {&weights}}, wrong{{&ids}, {&odd}};
+  CHECK(!add_row_feature(weighted, wrong, {}, rows, nullptr, packed, forms));
+  CHECK(packed.ids.ids == (Ids{9}) && packed.ids.splits == (Ids{0, 1}) && !packed.weights && forms.empty());
+  CHECK(add_row_feature(weighted, fine, {}, rows, nullptr, packed, forms));
+  CHECK(packed.ids.ids == (Ids{9, 3, 1, 2}) && packed.ids.splits == (Ids{0, 1, 1, 2, 4}));
+  CHECK(*packed.weights == (std::vector<float>{1, 1, 0.5F, 1}));
+  CHECK(!add_row_feature(weighted, wrong, {}, rows, nullptr, packed, forms));
+  CHECK(packed.ids.ids.size() == 4 && packed.weights->size() == 4);
+}
+
+void sequences_keep_the_last_and_the_gaps_to_the_event() {
+  const Ids items{1, 2, 3, 4}, splits{0, 3, 3, 4}, rows{0, 1, 2}, at{70, 80, 95, 1};
+  const SourceColumn ids = ints(items, splits), times = ints(at, splits);
+  const RowTimes events{{100, 100}, {0, 1, 2, 2}};  // the last row has none
+  const std::vector<double> boundaries{10};
+  RawIds buckets = feature(Kind::kIntBuckets);
+  buckets.boundaries = boundaries;
+  RowFeature sequence;
+  const TimePlan seconds{.oldest = 100'000'000, .latest = 1'000};
+  sequence.columns = {{RowColumn::Kind::kIds, feature(Kind::kInts), {}},
+                      {RowColumn::Kind::kGaps, buckets, seconds}};
+  sequence.most = 2;
+  sequence.keeps_last = true;
+  const std::vector<std::vector<const SourceColumn*>> columns{{&ids}, {&times}};
+  std::vector<std::uint32_t> forms;
+  WeightedIds packed;
+  packed.ids.splits = {0};
+  CHECK(!add_row_feature(sequence, columns, {}, rows, nullptr, packed, forms));
+  CHECK(add_row_feature(sequence, columns, {}, rows, &events, packed, forms));
+  CHECK(packed.ids.ids == (Ids{2, 3, 4, 1, 0}));
+  CHECK(packed.ids.splits == (Ids{0, 2, 2, 3, 5, 5, 5}));
+  CHECK(!packed.weights && forms.size() == 2);
+}
+
+void steps_have_a_value_in_each_column() {
+  const Ids numbers{1, 2, 3}, whole{0, 2, 3}, fewer{0, 1, 3}, rows{0, 1}, inner{0, 3, 4}, gap{0, 2, 3},
+      each{0, 1, 2};
+  const SourceColumn items = ints(numbers, whole), others = ints(numbers, fewer),
+                     listed = texts("a|bc", inner, each), gaps = texts("||b", gap, each);
+  RawIds hashed = feature(Kind::kHashed);
+  hashed.separator = '|';
+  RowFeature history;
+  history.columns = {{RowColumn::Kind::kIds, feature(Kind::kInts), {}}, {RowColumn::Kind::kIds, hashed, {}}};
+  history.steps = true;
+  std::vector<std::uint32_t> forms;
+  WeightedIds packed;
+  packed.ids.splits = {0};
+  const auto add = [&](const SourceColumn& first, const SourceColumn& second) {
+    const std::vector<std::vector<const SourceColumn*>> columns{{&first}, {&second}};
+    return add_row_feature(history, columns, {}, rows, nullptr, packed, forms);
+  };
+  CHECK(!add(others, listed));
+  CHECK(!add(items, gaps));
+  CHECK(add(items, listed));
+  CHECK(packed.ids.splits == (Ids{0, 2, 3, 5, 6}));
+}
+
 }  // namespace
 
 int main() {
@@ -172,5 +239,9 @@ int main() {
       {"wide numbers are copied whole or not at all", wide_numbers_are_copied_whole_or_not_at_all},
       {"times are seconds of any unit", times_are_seconds_of_any_unit},
       {"a row without a time has none", a_row_without_a_time_has_none},
+      {"weights follow the ids of their rows", weights_follow_the_ids_of_their_rows},
+      {"sequences keep the last, and the gaps to the event",
+       sequences_keep_the_last_and_the_gaps_to_the_event},
+      {"steps have a value in each column", steps_have_a_value_in_each_column},
   });
 }

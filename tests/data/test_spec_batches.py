@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from data.lists import ListSource, records
@@ -28,11 +31,21 @@ from monolith.data import (
 from monolith.data.bad_values import BadTally
 from monolith.data.files.discovery import Watch
 from monolith.data.files.work_queue import LocalFileQueue
-from monolith.data.formats import CsvFormat
+from monolith.data.formats import CsvFormat, JsonLinesFormat, ParquetFormat
 from monolith.data.formats.memory import MemorySource
 from monolith.data.pipeline import Batches
 from monolith.errors import DataError, TooManyBadRecordsError
-from monolith.feature import Batch, FeatureSpec, FloatFeature, IdFeature, Label, hash_strings
+from monolith.feature import (
+    Batch,
+    FeatureSpec,
+    FloatFeature,
+    HistoryFeature,
+    IdFeature,
+    Label,
+    SequenceFeature,
+    hash_strings,
+)
+from monolith.feature.spec.packing import Packer
 from monolith.train import Mode, Task
 
 SPEC = FeatureSpec(
@@ -351,3 +364,80 @@ def test_an_error_of_a_thread_comes_after_the_batches_before_it(tmp_path: Path) 
     batches = iter(Pipeline(many(tmp_path, 0)).to_batches(spec, threads=2))
     with pytest.raises(DataError, match="nothing"):
         next(batches)
+
+
+LISTS = FeatureSpec(
+    features={
+        "item": IdFeature(),
+        "tags": IdFeature(kind="string", weights="w", separator="|"),
+        "seen": SequenceFeature(length=3, times="seen_at", separator="|"),
+        "history": HistoryFeature(of="item", max=2, with_=("at",), separator="|"),
+    },
+    event_time="at",
+    max_bad=0.9,
+)
+
+
+def rows_of_lists() -> list[dict[str, str | int]]:
+    """Sixty records; in some parts of the file one has something odd, or wrong."""
+    found: list[dict[str, str | int]] = []
+    for n in range(60):
+        many = n % 5
+        found.append(
+            {
+                "item": n,
+                "tags": "|".join(f"tag{k}" for k in range(many)),
+                "w": "|".join(str(k / 4) for k in range(many)) if n % 3 else "",
+                "seen": "|".join(str(n + k) for k in range(many)),
+                "seen_at": "|".join(str(1714557600 - 700 * k) for k in range(many)) if n % 7 else "",
+                "history": "|".join(str(k) for k in range(n % 4)),
+                "history.time": "|".join(str(1714557600 + k) for k in range(n % 4)),
+                "at": "2024-05-01T12:00:00Z" if n % 2 else "1714564800",
+                "label": n % 2,
+            }
+        )
+    found[9] |= {"at": "2024-05-01T12:00:00+02:00"}
+    found[18] |= {"w": "1|2|3|4|5"}
+    found[19] |= {"seen_at": "soon"}
+    found[33] |= {"history": "1||2", "history.time": "5||7"}
+    found[42] |= {"history": "1|2|3"}
+    found[51] |= {"w": "inf"}
+    return found
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_files_of_lists_come_to_the_same_batches_where_columns_are_read_one_by_one(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, path = rows_of_lists(), tmp_path / f"some.{suffix}"
+    types = LISTS.columns
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif suffix == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
+        path.write_text("\n".join(lines) + "\n")
+    formats = {
+        "csv": CsvFormat(types=types),
+        "jsonl": JsonLinesFormat(types=types),
+        "parquet": ParquetFormat(types=types),
+    }
+
+    def read() -> tuple[list[Batch], list[str]]:
+        caplog.clear()
+        source = FileSource([str(path)], formats[suffix], batch_size=4, columns=list(types))
+        shuffled = Pipeline(source).shuffle(ShuffleConfig(buffer=12, seed=1))
+        return list(shuffled.to_batches(replace(LISTS))), caplog.messages
+
+    with caplog.at_level("INFO"):
+        at_once, said = read()
+        monkeypatch.setattr(Packer, "rows", lambda *_: None)
+        slowly, said_slowly = read()
+    assert said == said_slowly
+    assert sum(map(len, at_once)) == 56  # of four, something cannot be read
+    for one, other in zip(at_once, slowly, strict=True):
+        assert one.ids.names == other.ids.names == LISTS.ids
+        for name in ("ids", "splits", "weights", "event_times"):
+            assert torch.equal(getattr(one.ids, name), getattr(other.ids, name))
+        assert torch.equal(one.label, other.label)

@@ -1103,9 +1103,9 @@ class RawKind(enum.Enum):
 class IdPacker:
     """Packs the ids of many features of a batch in one call. Thread-safe."""
 
-    def __init__(self, features: Sequence[tuple[RawKind | None, RawKind | None, RawKind | None, Sequence[float], Sequence[float], str | None, int | None]], uint8: object, int64: object, float32: object) -> None:
+    def __init__(self, features: Sequence[tuple[RawKind | None, RawKind | None, RawKind | None, Sequence[float], Sequence[float], str | None, int | None]], lists: Sequence[tuple[Sequence[tuple[RowColumnKind, tuple[RawKind | None, RawKind | None, RawKind | None, Sequence[float], Sequence[float], str | None, int | None], tuple[int, bool, int, int]]], int, bool, bool]], uint8: object, int64: object, float32: object) -> None:
         """
-        Features are (kind of texts, of ints, of floats, boundaries of ints, of floats, separator, slot), and the types are torch's.
+        Features are (kind of texts, of ints, of floats, boundaries of ints, of floats, separator, slot). Lists are features of several columns, or of which a row keeps some values: (columns, how many values are kept, 0 for all, whether the last ones, whether each step must have a value in each column), and a column is (kind, feature, how its times are read). The types are torch's.
         """
 
     def pack(self, columns: list[tuple[object, object | None, object]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]] | None:
@@ -1113,10 +1113,21 @@ class IdPacker:
         (ids, splits) of a column for each feature: tensors of (values, splits of texts, splits of rows). None if something cannot be read, or is no plain tensor on the CPU.
         """
 
-    def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, RowNumbers, int, bool, str | None]], times: tuple[int, int, bool, int, int] | None) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, NDArray[numpy.float32], list[int], tuple[NDArray[numpy.int64], NDArray[numpy.int64] | None, int] | None]:
+    def pack_rows(self, blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], ids: Sequence[int], numbers: Sequence[tuple[int, RowNumbers, int, bool, str | None]], times: tuple[int, int, bool, int, int] | None, lists: Sequence[Sequence[int]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64] | bool | None, NDArray[numpy.float32], list[int], tuple[NDArray[numpy.int64], NDArray[numpy.int64] | None, int] | None, tuple[int, list[int], NDArray[numpy.float32] | None]]:
         """
-        (ids, splits, numbers, missing, times) of rows of blocks, given the column of each feature; the column, kind and count per row of numbers, whether texts are read and their separator; and the column of times, per second (0: by size), ISO texts alone, the oldest and the latest second. Splits are True if every cell has one id, None if an id cannot be read. A row without numbers has NaN; `missing` is how many rows lack a number, -1 if some cannot be read. Times are (seconds, splits if a row has none, forms), None if one cannot be read.
+        (ids, splits, numbers, missing, times, lists) of rows of blocks, given the column of each feature; the column, kind and count per row of numbers, whether texts are read and their separator; and the column of times, per second (0: by size), ISO texts alone, the oldest and the latest second. Splits are True if every cell has one id, None if an id cannot be read. A row without numbers has NaN; `missing` is how many rows lack a number, -1 if some cannot be read. Times are (seconds, splits if a row has none, forms), None if one cannot be read. Given the columns of the first lists, lists are (how many were packed behind the ids, all before one that cannot be read; the forms of times in each of their columns; weights of all ids, None if no list has any).
         """
+
+class RowColumnKind(enum.Enum):
+    """What a column of a list holds."""
+
+    IDS = 0
+
+    WEIGHTS = 1
+
+    SECONDS = 2
+
+    GAPS = 3
 
 class RowNumbers(enum.Enum):
     """Which numbers a row may have, other than none."""

@@ -6,13 +6,16 @@ read, a column of another type, a missing number) it is not packed, and `RawRead
 it finds the odd value and gives the same result for the rest.
 
 Records that were not moved yet (`UnmovedRows`) are read straight from the blocks that hold them, ids,
-numbers and event times in one call, and none of their columns becomes an object of Python. Columns of tensors
-take a call for ids and one for numbers, of which there must be one in each row.
+numbers and event times in one call, and none of their columns becomes an object of Python. The same call
+packs IDs with weights, sequences and histories behind the plain features: all before the first that is odd,
+so that the features of a batch are in the same order whatever is odd in it. Columns of tensors take a call
+for ids and one for numbers, of which there must be one in each row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +25,15 @@ from torch import Tensor
 
 from monolith import native
 from monolith.feature.batches import FeatureIds, one_each_splits
-from monolith.feature.spec.kinds import BucketFeature, CrossFeature, FloatFeature, IdFeature
+from monolith.feature.spec.kinds import (
+    AnyFeature,
+    BucketFeature,
+    CrossFeature,
+    FloatFeature,
+    HistoryFeature,
+    IdFeature,
+    SequenceFeature,
+)
 from monolith.feature.spec.times import core_forms, core_plan
 from monolith.tensors import RaggedTensor
 
@@ -54,6 +65,8 @@ class PackedRecords(NamedTuple):
     """Float feature to how many of its records lack a number, if some do."""
     times: PackedTimes | None = None
     """The times of events."""
+    forms: Sequence[tuple[str, Mapping[str, str]]] = ()
+    """Column to `ReadTimes.forms`, of other times that were read."""
 
 
 class PackedTimes(NamedTuple):
@@ -97,6 +110,21 @@ _Plan = tuple[
 numbers and of numbers, each None if it cannot hold that; boundaries of the last two; separator, slot."""
 
 
+_ListColumn = tuple[native.RowColumnKind, _Plan, tuple[int, bool, int, int]]
+"""What a column holds, how its IDs are read, and how times are."""
+
+
+class _List(NamedTuple):
+    """A feature of several columns, or one of which a row keeps some values."""
+
+    names: tuple[str, ...]
+    """In a batch."""
+    columns: tuple[str, ...]
+    plan: tuple[list[_ListColumn], int, bool, bool]
+    """How the core reads it, as `native.IdPacker` has it: its columns, how many values a row keeps, whether
+    the last ones, and whether they are steps."""
+
+
 class _RowPlan(NamedTuple):
     """How the core reads rows of blocks of some columns."""
 
@@ -109,9 +137,11 @@ class _RowPlan(NamedTuple):
     labels: tuple[str, ...]
     times: tuple[int, int, bool, int, int] | None
     """The column of event times, and how they are read; see `core_plan`."""
+    lists: list[list[int]]
+    """The columns of the first lists, up to one that lacks a column."""
 
 
-def _plan_of(one: IdFeature | BucketFeature, slot: int | None) -> _Plan:
+def _plan_of(one: IdFeature | BucketFeature | SequenceFeature, slot: int | None) -> _Plan:
     kinds = native.RawKind
     if isinstance(one, BucketFeature):
         exact = np.array(one.boundaries, dtype=np.float64)
@@ -122,6 +152,44 @@ def _plan_of(one: IdFeature | BucketFeature, slot: int | None) -> _Plan:
     is_text = one.kind == "string"
     of_texts, of_ints = (kinds.HASHED, None) if is_text else (kinds.WHOLE_TEXTS, kinds.INTS)
     return (of_texts, of_ints, None, (), (), one.separator, slot)
+
+
+def _list_of(spec: FeatureSpec, name: str, one: AnyFeature) -> _List | None:
+    kinds, times = native.RowColumnKind, core_plan(spec.event_time_unit)
+
+    def ids(name: str, of: IdFeature | SequenceFeature) -> _ListColumn:
+        return kinds.IDS, _plan_of(of, spec.slots.get(name)), times
+
+    def others(
+        kind: native.RowColumnKind,
+        separator: str | None,
+        buckets: Sequence[float] = (),
+        slot: int | None = None,
+    ) -> _ListColumn:
+        return kind, (None, native.RawKind.INT_BUCKETS, None, buckets, (), separator, slot), times
+
+    if isinstance(one, IdFeature) and one.weights is not None:
+        plans = [ids(name, one), others(kinds.WEIGHTS, one.separator)]
+        return _List((name,), (one.column or name, one.weights), (plans, 0, False, False))
+    if isinstance(one, SequenceFeature):
+        names, columns, plans = [name], [one.column or name], [ids(name, one)]
+        if one.times is not None:
+            names.append(name + ".gap")
+            columns.append(one.times)
+            plans.append(others(kinds.GAPS, one.separator, one.gaps, spec.slots.get(name + ".gap")))
+        return _List(tuple(names), tuple(columns), (plans, one.length, one.keep == "last", False))
+    if isinstance(one, HistoryFeature):
+        lists, plans = spec.histories[name], []
+        for each in lists:
+            of = None if each.feature is None else spec.features[each.feature]
+            if of is None:
+                plans.append(others(kinds.SECONDS, one.separator))
+            else:
+                assert isinstance(of, IdFeature)
+                plans.append(ids(each.name, replace(of, separator=one.separator)))
+        named = tuple(each.name for each in lists), tuple(each.column for each in lists)
+        return _List(*named, (plans, one.max, True, True))
+    return None
 
 
 def _packed_times(seconds: NDArray[np.int64], splits: NDArray[np.int64] | None, forms: int) -> PackedTimes:
@@ -156,10 +224,23 @@ class Packer:
                 self.crosses.append(name)
             else:
                 self._apart.append(name)
+        self._lists: list[_List] = []
+        for name in self._apart:
+            if name in self._numbers:
+                continue
+            made = _list_of(spec, name, spec.features[name])
+            if made is None:
+                break
+            self._lists.append(made)
         self._all = [name for name in spec.read_features if name not in self.crosses]
         self._names = tuple(self._columns)
         self._plans = plans
-        self._packer = native.IdPacker(plans, torch.uint8, torch.int64, torch.float32)
+        self._names_with = [self._names]
+        """The features that are packed with so many lists."""
+        for some in self._lists:
+            self._names_with.append((*self._names_with[-1], *some.names))
+        of_lists = [some.plan for some in self._lists]
+        self._packer = native.IdPacker(plans, of_lists, torch.uint8, torch.int64, torch.float32)
         self._labels = {
             task: label
             for task, label in spec.labels.items()
@@ -189,14 +270,17 @@ class Packer:
         if plan is None:
             return None
         size = len(unmoved.rows)
-        flat_ids, splits, flat, counts, times = self._packer.pack_rows(
-            unmoved.blocks, unmoved.block_of, unmoved.rows, plan.ids, plan.numbers, plan.times
+        flat_ids, splits, flat, counts, times, (lists, forms, weights) = self._packer.pack_rows(
+            unmoved.blocks, unmoved.block_of, unmoved.rows, plan.ids, plan.numbers, plan.times, plan.lists
         )
-        ids = None
-        if splits is not None and self._names:
+        ids, names = None, self._names_with[lists]
+        if splits is not None and names:
             ends = one_each_splits(len(flat_ids)) if isinstance(splits, bool) else torch.from_numpy(splits)
-            ids = FeatureIds(self._names, torch.from_numpy(flat_ids), ends, size)
-        found = PackedRecords(ids, {}, {}, {}, None if times is None else _packed_times(*times))
+            each_weight = None if weights is None else torch.from_numpy(weights)
+            ids = FeatureIds(names, torch.from_numpy(flat_ids), ends, size, weights=each_weight)
+        columns = (column for one in self._lists for column in one.columns)
+        said = [(column, core_forms(bits)) for column, bits in zip(columns, forms, strict=False) if bits]
+        found = PackedRecords(ids, {}, {}, {}, None if times is None else _packed_times(*times), said)
         each = torch.split(torch.from_numpy(flat), [one[2] * size for one in plan.numbers]) if counts else ()
         of_floats = len(plan.floats)
         for name, one, missing in zip(plan.floats, each, counts, strict=False):
@@ -230,7 +314,12 @@ class Packer:
         ids = [numbers[column] for column in self._columns.values()]
         place = None if self._event_time is None else numbers.get(self._event_time)
         times = None if place is None else (place, *core_plan(self._time_unit))
-        return _RowPlan(ids, read, tuple(floats), tuple(labels), times)
+        lists = []
+        for some in self._lists:
+            if any(column not in numbers for column in some.columns):
+                break
+            lists.append([numbers[column] for column in some.columns])
+        return _RowPlan(ids, read, tuple(floats), tuple(labels), times, lists)
 
     def request_plan(self, inputs: Sequence[tuple[str, native.WireType, bool]]) -> native.RequestPlan | None:
         """Return how the core packs requests with these inputs; None if a feature cannot be read of them.

@@ -133,14 +133,17 @@ class Reading:
         )
         if packed is None:
             return rest
-        before, weights = len(packed.ids), rest.weights
+        parts, weights = (packed, rest), None
+        if any(part.weights is not None for part in parts):
+            each = (torch.ones(len(part.ids)) if part.weights is None else part.weights for part in parts)
+            weights = torch.cat(list(each))
         return replace(
             rest,
             names=(*packed.names, *rest.names),
             ids=torch.cat([packed.ids, rest.ids]),
-            splits=torch.cat([packed.splits, rest.splits[1:] + before]),
+            splits=torch.cat([packed.splits, rest.splits[1:] + len(packed.ids)]),
             shared=(*packed.shared, *rest.shared),
-            weights=None if weights is None else torch.cat([torch.ones(before), weights]),
+            weights=weights,
         )
 
 
@@ -244,6 +247,8 @@ class RawReader:
         elif rows.ids is not None:
             records = records.glance()  # most columns were packed: of the rest, only those needed are moved
         times = self._event_times(records, found, rows.times)
+        for column, forms in rows.forms if spec.event_time_unit == "auto" else ():
+            self._recognised.say(column, forms, setting="event_time_unit")
         found.packed = rows.ids
         for name, given in rows.floats.items():
             one, missing = spec.features[name], rows.missing.get(name, 0)
