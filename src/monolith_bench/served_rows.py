@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,6 @@ def measure(options: BenchServedRowsOptions, rows: int, report: Report, path: Pa
     part = FrozenTables({"item": FrozenTable(str(path))}, memory_bytes=memory)
     if part.reads is None:
         raise ConfigError(f"bench served-rows: all rows fit into {memory:,} bytes; give less --memory")
-    threads = native.BlockReader().threads
     report.about = {
         "rows": rows,
         "dim": options.dim,
@@ -67,14 +67,12 @@ def measure(options: BenchServedRowsOptions, rows: int, report: Report, path: Pa
         "index_bytes": index,
         "memory_limit": memory,
         "ids": options.ids,
-        "reader_threads": threads,
+        "reader_threads": native.BlockReader().threads,
     }
     requests = 50 if options.quick else 1000
-    raw = raw_blocks(path, threads, options.seed)
-    for name in DISTRIBUTIONS:
-        measure_ids(options, name, rows, requests, report, whole, part, raw)
-    if raw is not None:
-        raw.close()
+    with raw_blocks(path, options.seed) as raw:
+        for name in DISTRIBUTIONS:
+            measure_ids(options, name, rows, requests, report, whole, part, raw)
     report.show(f"{rows:,} rows of {options.dim} floats, requests of {options.ids} ids: milliseconds")
 
 
@@ -89,13 +87,18 @@ def write(path: Path, rows: int, dim: int, seed: int) -> None:
     write_frozen_table(str(path), [FrozenSegment(dim)], chunks(), rows=rows, name="item")
 
 
-def raw_blocks(path: Path, threads: int, seed: int) -> RawReads | None:
-    """Return what reads the file at random; None if that cannot be past the kernel's cache."""
+@contextmanager
+def raw_blocks(path: Path, seed: int) -> Iterator[RawReads | None]:
+    """Open what reads the file at random; None if that cannot be past the kernel's cache."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except (OSError, AttributeError):
-        return None
-    return RawReads(descriptor, path.stat().st_size // BLOCK, threads, seed)
+        yield None
+        return
+    try:
+        yield RawReads(descriptor, path.stat().st_size // BLOCK, seed)
+    finally:
+        os.close(descriptor)
 
 
 def measure_ids(

@@ -2,7 +2,7 @@
 
 Both tables have the same rows and train on batches of the same distributions by turns; if memory has no
 room for all rows, the one in memory has as many as fit. The disk's limit is random reads of 4 KiB past the
-kernel's cache, by as many threads as the table's files are read with.
+kernel's cache, by the threads that the table's files are read with.
 
 Each is measured by itself, with a thread that looks rows up one batch ahead, and with this thread while a
 model computes, which is what a run does.
@@ -14,7 +14,6 @@ expire: what stops a table for a moment shows in the longest.
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import shutil
 import tempfile
@@ -185,7 +184,7 @@ def measure(plan: TiersPlan, report: Report, folder: Path) -> None:
         }
         report.add("insert in memory", "rows_per_s", in_memory, "rows/s")
         report.compare("insert", "rows_per_s", in_tiers, "rows/s", {"insert in memory": in_memory})
-        raw = opened.enter_context(raw_reads(plan, report, folder, reader_threads))
+        raw = opened.enter_context(raw_reads(plan, report, folder))
         rocks = opened.enter_context(rocksdb(plan, report, folder, allowed))
         for name in plan.ids:
             measure_ids(plan, report, name, memory, tiered, raw, rocks)
@@ -480,34 +479,20 @@ def add_memory(
 
 
 class RawReads:
-    """A file that is read at random places past the kernel's cache, by some threads."""
+    """A file that is read at random places past the kernel's cache, by the threads that tables read with."""
 
-    def __init__(self, descriptor: int, blocks: int, threads: int, seed: int) -> None:
+    def __init__(self, descriptor: int, blocks: int, seed: int) -> None:
         self._descriptor = descriptor
         self._blocks = blocks
         self._random = np.random.default_rng(seed)
-        self._buffers = [mmap.mmap(-1, BLOCK) for _ in range(threads)]  # aligned, as O_DIRECT requires
-        self._pool = ThreadPoolExecutor(threads)
+        self._reader = native.BlockReader()
 
     def read(self, count: int) -> None:
-        offsets = self._random.integers(0, self._blocks, count) * BLOCK
-        parts = np.array_split(offsets, len(self._buffers))
-        for _ in self._pool.map(self._read_some, self._buffers, parts):
-            pass
-
-    def _read_some(self, buffer: mmap.mmap, offsets: NDArray[np.int64]) -> None:
-        into = [buffer]
-        for offset in offsets.tolist():
-            os.preadv(self._descriptor, into, offset)
-
-    def close(self) -> None:
-        self._pool.shutdown()
-        for buffer in self._buffers:
-            buffer.close()
+        self._reader.read(self._descriptor, self._random.integers(0, self._blocks, count) * BLOCK, BLOCK)
 
 
 @contextmanager
-def raw_reads(plan: TiersPlan, report: Report, folder: Path, threads: int) -> Iterator[RawReads | None]:
+def raw_reads(plan: TiersPlan, report: Report, folder: Path) -> Iterator[RawReads | None]:
     """Write a file of as many bytes as the rows have, 8 GiB at most, and open it; None if reads cannot be
     direct.
     """
@@ -529,11 +514,9 @@ def raw_reads(plan: TiersPlan, report: Report, folder: Path, threads: int) -> It
         report.add("raw reads", "rows_per_s", None, "rows/s", note=note)
         yield None
         return
-    made = RawReads(descriptor, blocks, threads, plan.seed)
     try:
-        yield made
+        yield RawReads(descriptor, blocks, plan.seed)
     finally:
-        made.close()
         os.close(descriptor)
 
 

@@ -58,8 +58,9 @@ def test_a_tiered_table_is_compared_with_memory_and_with_the_disk(
 @pytest.mark.parametrize("ids", ["zipf", "uniform"])
 def test_hits_and_bytes_of_a_step_are_told(report: dict[str, Any], ids: str) -> None:
     found = {r["metric"]: r["value"] for r in report["results"] if r["case"].endswith(f", {ids}")}
-    assert 0 < found["hit_rate"] < 1
-    assert found["bytes_read_per_step"] > 0
+    # Rows of a small table with Zipf IDs may all be hot by then.
+    assert 0 < found["hit_rate"] <= 1
+    assert (found["bytes_read_per_step"] > 0) == (found["hit_rate"] < 1)
     assert found["bytes_written_per_step"] >= 0
 
 

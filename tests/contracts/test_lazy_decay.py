@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contracts.tables import ids, rows, spilling_table_classes, table_classes, three_tier_table_classes
+from contracts.tables import (
+    ids,
+    rows,
+    spilling_table_classes,
+    table_classes,
+    three_tier_table_classes,
+    tiered_table_classes,
+)
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -37,7 +44,12 @@ Make = Callable[..., Table]
 
 
 @pytest.fixture(
-    params=[*table_classes(), *spilling_table_classes(), *three_tier_table_classes()],
+    params=[
+        *table_classes(),
+        *tiered_table_classes(),
+        *spilling_table_classes(),
+        *three_tier_table_classes(),
+    ],
     ids=lambda cls: cls.__name__,
 )
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
