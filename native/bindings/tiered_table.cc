@@ -223,8 +223,9 @@ void bind_tiered_table(nb::module_& m) {
            "Note a batch that is to be written; returns how many distinct ids have no hot row.")
       .def("spill", &TieredTable::spill, "incoming"_a, nb::call_guard<GilReleased>(),
            "Move some hot rows out if so many more do not fit; returns how many are still too many.")
-      .def("bring", &TieredTable::bring, nb::call_guard<GilReleased>(),
-           "Move the cold rows of the batch in; returns how many of its ids have no row.")
+      .def("bring", &TieredTable::bring, "elsewhere"_a = 0, nb::call_guard<GilReleased>(),
+           "Move the cold rows of the batch in; returns how many of its ids have no row. New ids leave "
+           "room in the index for so many rows that are elsewhere.")
       .def("shrink", &TieredTable::shrink, nb::call_guard<GilReleased>(),
            "Give back memory that hot rows no longer need.")
       .def("wait_for_room", &TieredTable::wait_for_room, "seconds"_a, nb::call_guard<GilReleased>())

@@ -310,9 +310,9 @@ std::size_t TieredTable::spill(std::size_t incoming) {
   return moved == 0 || moved >= rows - room.rows ? 0 : rows - room.rows - moved;
 }
 
-std::size_t TieredTable::bring() {
+std::size_t TieredTable::bring(std::uint64_t elsewhere) {
   follow_lookups();
-  const std::uint64_t rows = hot_->size() + cold_.size();
+  const std::uint64_t rows = hot_->size() + cold_.size() + elsewhere;
   hot_->allow_new(most_rows_ - std::min(most_rows_, rows));
   std::size_t absent = missing_.size();
   if (absent == 0 || cold_.size() == 0) return absent;

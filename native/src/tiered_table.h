@@ -72,8 +72,9 @@ class TieredTable {
   // Moves some hot rows out, unless there is room for so many more; returns how many are still too many. Rows
   // of the batch stay.
   std::size_t spill(std::size_t incoming);
-  // Moves the cold rows of the batch in; returns how many of its IDs have no row.
-  std::size_t bring();
+  // Moves the cold rows of the batch in; returns how many of its IDs have no row. New IDs leave room in the
+  // index for the rows that are elsewhere, in a table above this one, and may come here.
+  std::size_t bring(std::uint64_t elsewhere = 0);
   // The index of cold rows has grown, or what lookups read: the hot table gives memory back for it.
   bool must_shrink() const;
   void shrink();

@@ -305,8 +305,8 @@ def test_a_run_says_that_rows_have_too_little_room_on_the_device_to_replay_steps
     device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     report = run(device, Spoiled(batches=66, batch_size=64), device_memory_bytes=FEW)
-    assert "batches whose rows the device had no room for. " in caplog.text
-    assert "Give rows more memory (train.device_memory_bytes)" in caplog.text
+    assert "batches whose rows the device, or the index of a tiered table, had no room for. " in caplog.text
+    assert "Give rows more memory (train.device_memory_bytes; memory_bytes of tables" in caplog.text
     assert report.replayed < 0.9
 
 

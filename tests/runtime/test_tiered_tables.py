@@ -28,7 +28,8 @@ from train.tasks import Clicks
 from monolith.errors import ConfigError
 from monolith.runtime import Trainer
 from monolith.store import LocalStore
-from monolith.table import NativeTable, Segment, SpillingTable, TableConfig, TieredTable
+from monolith.table import NativeTable, Segment, SpillingTable, TableConfig, TableStats, TieredTable
+from monolith.table import Rows as StoredRows
 from monolith.train import TrainConfig
 from monolith.train.config import KeepConfig, TablesConfig
 from monolith.train.hook import Hook, TrainingRun
@@ -274,6 +275,54 @@ def test_a_run_in_three_tiers_stops_resumes_and_ends_as_with_all_rows_on_the_dev
     assert resumed.found == whole.found  # to the bit
     assert caplog.text.count("replayed as CUDA graphs, one launch each") == 2
     assert caplog.text.count("the other rows came from host memory and files") == 2
+
+
+class Fill(Hook):
+    """Restores rows of other ids after the first step, until a table has room for few more."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self.stats: dict[str, TableStats] = {}
+        self.most: dict[str, int] = {}
+
+    def after_step(self, run: TrainingRun, result: Any) -> None:
+        store = run.model.embeddings.store  # type: ignore[union-attr]
+        assert isinstance(store, LocalStore)
+        self.stats.update(store.stats())
+        if result.step > 1:
+            return
+        for name in store.tables:
+            table = store.table(name)
+            assert isinstance(table, SpillingTable)
+            assert isinstance(table.far, TieredTable)
+            self.most[name] = table.far.core.most_rows
+            count = self.most[name] - len(table) - self._room
+            for ids in torch.arange(1 << 40, (1 << 40) + count).split(1 << 14):
+                state = torch.ones(len(ids), table.state_dim)
+                table.restore(StoredRows(ids, ids * 0, torch.zeros(len(ids), table.dim), state))
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_a_run_in_three_tiers_trains_on_while_its_full_index_refuses_new_ids(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task, fill = Clicks(batches=12, batch_size=256, dim=4), Fill(room=300)
+    for steps in (9, 12):  # and a full table is restored
+        config = TrainConfig(
+            model_dir=str(tmp_path),
+            deterministic=True,
+            tables=TIERED,
+            device_memory_bytes=400_000,
+            max_steps=steps,
+            **ON_DEVICE,
+        )
+        fill.stats.clear()
+        result = Trainer(task, config, hooks=(fill,), accelerator=OnDevice(device_named(name))).train()
+        assert result.step == steps
+        assert fill.stats["user"].rows == fill.most["user"]
+        assert fill.stats["user"].refused > 100
+    assert "table 'user' is full: it refused" in caplog.text
+    assert "set memory_bytes to 8,388,608 for twice as many rows" in caplog.text
 
 
 @pytest.mark.parametrize("name", device_names())

@@ -10,7 +10,9 @@ record gets the values of the earlier events of its user, oldest first, and then
       30     7     d     [a c b]    [10 15 20]
 
 Only events that were read before a record, and whose time is not after its own, are in its history. So a
-model never sees the future, neither in a replay nor in data that is out of order.
+model never sees the future, neither in a replay nor in data that is out of order. Times count in whole
+seconds, as in batches and in positions: events of one second are in the order in which they are read,
+whatever their fractions say. (`last_of` of a split compares numbers as they are stored.)
 
 Data to evaluate on may be in files of its own. Its users did something before, in the data that was trained
 on: this earlier data is then read first, for its events alone. One of them counts if it was before a record,

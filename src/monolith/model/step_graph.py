@@ -69,7 +69,7 @@ class Ungraphed(StrEnum):
     EARLY = "before a capture"  # of their size, or anew; or while a snapshot needs what is overwritten
     OTHER_SIZE = f"of other sizes than the {MOST_SHAPES} most frequent"
     NO_IDS = "whose histories have no ID to be padded with"
-    NO_ROOM = "whose rows the device had no room for"
+    NO_ROOM = "whose rows the device, or the index of a tiered table, had no room for"
     GIVEN_UP = "after capturing was given up"
 
 

@@ -818,9 +818,9 @@ class TieredTable:
         Move some hot rows out if so many more do not fit; returns how many are still too many.
         """
 
-    def bring(self) -> int:
+    def bring(self, elsewhere: int = 0) -> int:
         """
-        Move the cold rows of the batch in; returns how many of its ids have no row.
+        Move the cold rows of the batch in; returns how many of its ids have no row. New ids leave room in the index for so many rows that are elsewhere.
         """
 
     def shrink(self) -> None:

@@ -44,7 +44,8 @@ _ADVICE = {
     Ungraphed.OTHER_SIZE: "Have the dataset give batches of one size, with filters before batches are made. "
     "A size is the number of examples, and that of the IDs of each table, padded",
     Ungraphed.NO_IDS: "All histories of such a batch are empty: train on larger batches",
-    Ungraphed.NO_ROOM: "Give rows more memory (train.device_memory_bytes), or train on smaller batches",
+    Ungraphed.NO_ROOM: "Give rows more memory (train.device_memory_bytes; memory_bytes of tables that are "
+    "full), or train on smaller batches",
 }
 """What to do about batches that are not replayed; all other reasons pass, or the log has them already."""
 _COST = "Launching one kernel after the other makes training several times slower if the model is small"

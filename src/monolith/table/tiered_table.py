@@ -91,6 +91,10 @@ class TieredTable:
         reader: Threads that read files. Tables of a process may share them; None makes some.
         most_hot_rows: Fewer hot rows than `memory_bytes` allows: for tests.
 
+    Attributes:
+        elsewhere: Rows of a table above this one, on a device, that may all be restored here later: new ids
+            leave room for them in the index.
+
     Raises:
         ConfigError: The config is of a table in memory.
         FilesystemError: There can be no files in `storage_dir`.
@@ -140,6 +144,7 @@ class TieredTable:
             most_hot_rows=most_hot_rows,
             **_buffer_sizes(config.memory_bytes),
         )
+        self.elsewhere = 0
         self._warned = False
         self._lock = threading.Lock()
         self._thawed = threading.Condition(self._lock)
@@ -265,7 +270,7 @@ class TieredTable:
     def restore(self, rows: Rows) -> None:
         """Write whole rows; raise RestoreError if `memory_bytes` has no room for an index of them."""
         arguments.row_arrays(rows, self._config)  # refuses rows that do not fit before any moves
-        with self._writing(rows.ids) as absent:
+        with self._writing(rows.ids, elsewhere=0) as absent:
             self._check_room(self.core, absent)
             self._hot.restore(rows)
 
@@ -426,23 +431,32 @@ class TieredTable:
             yield self.core
 
     @contextmanager
-    def _writing(self, ids: Tensor) -> Iterator[int]:
-        """Have all rows of a batch be hot while it is written; yields how many ids have no row."""
+    def _writing(self, ids: Tensor, *, elsewhere: int | None = None) -> Iterator[int]:
+        """Have all rows of a batch be hot while it is written; yields how many ids have no row.
+
+        Args:
+            elsewhere: `self.elsewhere` by default.
+        """
         with self._open(writing=True) as core:
             keys = arguments.id_array(ids)
             self._count(len(keys))
             with _errors():
                 missing = core.count_missing(keys)
                 self._make_room(core, missing)
-                absent = core.bring()
+                absent = core.bring(self.elsewhere if elsewhere is None else elsewhere)
             yield absent
             if refused := self._hot.core.refused:
-                self._refusals.note(refused, lambda: len(self._hot) + core.cold_rows)
+                self._refusals.note(refused, lambda: len(self._hot) + core.cold_rows + self.elsewhere)
             # A batch may have more rows than are to be hot: they leave with the next one, and no later.
             core.count_missing(np.zeros(0, np.int64))
             self._make_room(core, 0)
             if core.must_shrink:
                 self._shrink(core)
+
+    def check_room(self, absent: int) -> None:
+        """Raise RestoreError if `memory_bytes` has no index for so many rows more, with those elsewhere."""
+        with self._open() as core:
+            self._check_room(core, absent + self.elsewhere)
 
     def _check_room(self, core: native.TieredTable, absent: int) -> None:
         """Refuse rows that are to be restored where there is no memory for their index: none may be lost."""

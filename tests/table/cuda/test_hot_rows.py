@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.emulated_cuda import EmulatedDevice, device_names, nothing_waits
 from services.properties import tries
 from services.spilling_tables import spilling_table, three_tier_table
-from table.cuda.test_spilling_table import assert_same_bits, held
+from table.cuda.test_spilling_table import assert_same_bits, fill, held
 from torch import Tensor
 
 from monolith import native
@@ -44,11 +44,15 @@ def config(number: int, **more: Any) -> TableConfig:
 class Pair:
     """Tables with few rows on a device, and the same tables in host memory alone."""
 
-    def __init__(self, device: Device, *, places: int = 64, each: int = 8, files: bool = False) -> None:
+    def __init__(
+        self, device: Device, *, places: int = 64, each: int = 8, files: bool = False, **how: Any
+    ) -> None:
         self.device = device
         self.here = [NativeTable(config(number)) for number in range(len(DIMS))]
         make = three_tier_table if files else spilling_table
-        self.there = [make(config(number), device=device, places=places) for number in range(len(DIMS))]
+        self.there = [
+            make(config(number), device=device, places=places, **how) for number in range(len(DIMS))
+        ]
         self.hot = HotRows(self.there, native.Workers(2))
         self.sizes = np.full(len(DIMS), each, np.int64)
         where = device.torch_device
@@ -164,6 +168,38 @@ def test_cold_rows_of_a_batch_are_read_once_and_counted(device: Device) -> None:
     assert after.cold_ids_read - before.cold_ids_read == 8
     pair.train(staged)
     pair.check()
+    pair.close()
+
+
+def test_staged_batches_train_on_while_the_index_of_the_files_refuses_new_ids(device: Device) -> None:
+    pair = Pair(device, places=64, files=True, hot=4000)
+    most = [table.far.core.most_rows for table in pair.there]  # type: ignore[attr-defined]
+    for one, rows in zip(pair.there, most, strict=True):
+        fill(one, rows - 60)
+    for one in pair.here:
+        fill(one, min(most) - 60)
+    random, ahead = np.random.default_rng(4), list[StagedBatch]()
+    steps = []
+    for _ in range(60):
+        some = random.integers(0, 200, 6), random.integers(1 << 40, (1 << 40) + 400, 2)
+        ahead.append(pair.stage(torch.from_numpy(np.concatenate(some))))
+        if len(ahead) == 3:
+            steps.append(pair.train(ahead.pop(0)))
+    assert all(steps[:15])  # by steps over near rows
+    assert not all(steps)
+    old, new = torch.arange(200), torch.arange(1 << 40, (1 << 40) + 400)
+    for here, there, rows in zip(pair.here, pair.there, most, strict=True):
+        has = there.contains(new)
+        assert int(has.sum()) == 60
+        for ids in (old, new[has]):
+            assert torch.equal(there.lookup(ids), here.lookup(ids))
+        assert not there.lookup(new[~has]).any()
+        assert there.stats().rows == rows == len(there.near) + len(there.far)
+        assert there.stats().refused > 20
+    for there in pair.there:
+        there.remove(torch.arange(1000, 1100))  # rows that go make room
+    assert pair.train(pair.stage(new[-8:]))
+    assert all(bool(there.contains(new[-8:]).all()) for there in pair.there)
     pair.close()
 
 

@@ -18,7 +18,7 @@ from services.spilling_tables import bytes_of, spilling_table, three_tier_table
 from torch import Tensor
 
 from monolith.cuda import Device, device_of
-from monolith.errors import ConfigError, TableArgumentError
+from monolith.errors import ConfigError, RestoreError, TableArgumentError
 from monolith.table import (
     Adagrad,
     CudaTable,
@@ -35,6 +35,7 @@ from monolith.table import (
     Table,
     TableConfig,
     TableSnapshot,
+    TieredTable,
     TouchedKeySet,
     dump,
     dump_changes,
@@ -237,6 +238,50 @@ def test_host_memory_stays_within_its_budget_while_a_table_in_three_tiers_grows(
     assert list(tmp_path.glob("*.cold"))  # the snapshot may still be dumped
     snapshot.close(saved=False)
     assert not list(tmp_path.glob("*.cold"))
+
+
+def test_new_ids_are_refused_once_the_index_has_room_for_the_rows_of_all_tiers_and_no_more(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(CONFIG, storage="tiered", memory_bytes=4 << 20)
+    table, reference = three_tier_table(CONFIG, device=device, hot=4000, places=64), TieredTable(config)
+    most = reference.core.most_rows
+    for one in (table, reference):
+        fill(one, most - 40)
+    old, new = torch.arange(60), torch.arange(1 << 40, (1 << 40) + 100)
+    for step in range(10):  # all of the device's rows go, and come back
+        for one in (table, reference):
+            train(one, torch.cat([old.roll(10 * step)[:10], new[10 * step : 10 * step + 10]]), step)
+            train(one, old, step)
+    assert_same_bits(reference, table, limit=1 << 16)
+    assert held_of(table, new) == new[:40].tolist()
+    assert table.stats().rows == most == len(table.near) + len(table.far)
+    assert table.stats().refused == reference.stats().refused == 60
+    assert f"table 'item' is full: it refused 10 new ids and holds {most:,} rows" in caplog.text
+    assert "set memory_bytes to 8,388,608 for twice as many rows" in caplog.text
+    with pytest.raises(RestoreError, match=r"Set memory_bytes to at least"):
+        table.restore(rows_of(new[50:60], table))
+    assert table.remove(old[:20]) == 20  # rows that go make room, and a call takes what there is
+    train(table, new[50:90], 10)
+    assert held_of(table, new) == new[:40].tolist() + new[50:70].tolist()
+    assert table.stats().refused == 80
+    for one in (table, reference):
+        one.close()
+
+
+def fill(table: Table, rows: int) -> None:
+    for some in torch.arange(rows).split(1 << 14):
+        table.restore(rows_of(some, table))
+
+
+def rows_of(ids: Tensor, table: Table) -> Rows:
+    n = len(ids)
+    return Rows(ids, torch.zeros_like(ids), torch.zeros(n, table.dim), torch.ones(n, table.state_dim))
+
+
+def held_of(table: Table, ids: Tensor) -> list[int]:
+    found: list[int] = ids[table.contains(ids)].tolist()
+    return found
 
 
 def test_comings_and_goings_between_the_halves_are_not_counted(table: SpillingTable) -> None:

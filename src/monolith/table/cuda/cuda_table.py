@@ -235,6 +235,12 @@ class CudaTable:
             self._rows.usage.read()
             return self._rows.limit - self._rows.usage.bound()
 
+    @property
+    def rows_at_most(self) -> int:
+        """An upper bound of how many rows there are, without waiting for the device."""
+        with self._lock:
+            return self._rows.usage.bound()
+
     def spill_parts(self, count: int) -> Parts:
         """Return the columns that `spill_idle` fills."""
         with self._lock:

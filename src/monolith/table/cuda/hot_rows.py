@@ -218,8 +218,13 @@ class HotRows:
         found = self._find(staged, free)
         coming = np.where(free, found.distinct, sizes).tolist()
         promised = self._promised()
+        # Steps over near rows refuse no id. Where not all may get a row, because the index of the files is
+        # full, the batch is trained by calls that do.
+        new = np.where(free, np.array(found.distinct) - np.array(found.rows), sizes).tolist()
         staged.fits = all(
-            self._has_room(number, *one) for number, one in enumerate(zip(coming, promised, strict=True))
+            self._tables[number].takes_new(new[number] + promised[number])
+            and self._has_room(number, coming[number], promised[number])
+            for number in range(len(self._tables))
         )
         if not staged.fits:
             return

@@ -15,7 +15,8 @@ Looking up moves nothing: far rows are answered from host memory.
 
 With `storage="tiered"` the far half is a `TieredTable`: rows that are not near are in `memory_bytes` of host
 memory, or else in files. A row that goes far comes to host memory, and moves on to a file as the tiered table
-decides; one that comes near comes from either.
+decides; one that comes near comes from either. Its index must have room for every row that may go far: an id
+gets a new row, in either half, only if the index could hold the rows of both. Others are refused.
 
 A training step that is replayed as a graph works on near rows alone: `HotRows` brings those of each batch
 near before its step. Rows that it spills are on their way for a while: dropped near, copied to host memory,
@@ -352,7 +353,11 @@ class SpillingTable:
             return joined_scan([table.scan(cursor, **how) for table in (self._near, self._far)], limit)
 
     def restore(self, rows: Rows) -> None:
-        """Insert or overwrite whole rows where they are; new ones near, as long as there is room."""
+        """Insert or overwrite whole rows where they are; new ones near, as long as there is room.
+
+        Raises:
+            RestoreError: `memory_bytes` has no room for an index of all rows.
+        """
         with self._open(writing=True):
             given = Rows(rows.ids.cpu(), rows.event_times.cpu(), rows.values.cpu(), rows.state.cpu())
             arguments.row_arrays(given, self._config)
@@ -360,6 +365,8 @@ class SpillingTable:
             beyond = _distinct(given.ids[places])
             is_far = self._far.contains(beyond)
             coming = beyond[~is_far]
+            if self._indexed(len(coming)) < len(coming) and isinstance(self._far, TieredTable):
+                self._far.check_room(len(coming))
             born = self._free(len(coming))
             self._bound += born
             far = torch.cat([beyond[is_far], coming[born:]])
@@ -532,6 +539,10 @@ class SpillingTable:
         self._bound = self._most
         self._moves.removed += count
 
+    def takes_new(self, count: int) -> bool:
+        """Whether so many new rows will find room far when they leave; waits only if there may be none."""
+        return self._indexed(count) == count
+
     def count_ids(self, count: int) -> None:
         """Take note that a batch with so many ids of this table was staged."""
         self._ids += count
@@ -632,10 +643,11 @@ class SpillingTable:
         """Do that for a part of a batch, whose positions are `at`."""
         ids: Tensor = batch["ids"]
         stays = self._settle(ids, batch["event_time"])
+        if stays is not None or isinstance(self._far, TieredTable):
+            self.fell += 1  # new ids may get their rows far, or what the index was to have for staged batches
         if stays is None:
             yield self._near, at, batch
             return
-        self.fell += 1  # new ids may get their rows far
         if isinstance(batch["event_time"], Tensor):
             arguments.event_time_array(batch["event_time"].cpu(), len(ids))  # may be the first check
         for table, mask in ((self._near, ~stays), (self._far, stays)):
@@ -654,9 +666,10 @@ class SpillingTable:
             are not near into far rows and new ids 3. too little room: spill idle rows, if the far half has
             room for them 4. bring far rows near, then spill again if that went beyond the room for new rows
             5. new ids get what room is left; in a table that expires its oldest rows, each half expires its
-            own
+            own 6. in a table that is full new ids stay far, and are refused there
         """
-        if not len(self._far) and self._bound + len(ids) <= self._room:
+        fits = not len(self._far) and self._bound + len(ids) <= self._room
+        if fits and self._indexed(len(ids)) == len(ids):
             self._bound += len(ids)  # no row is created for an id that has one: an upper bound
             return None
         coming = _distinct(ids[~self._near.contains(ids)].cpu())
@@ -671,7 +684,7 @@ class SpillingTable:
         self._bring(far[:rise])
         if self._bound > self._room:
             self._spill(self._bound - self._room, ids)
-        born = self._free(len(new))
+        born = min(self._free(len(new)), self._indexed(len(new)))
         if born < len(new) and self._may_expire(ids):
             # Each half gets new ids in proportion to its rows, and expires its own oldest rows for them.
             share = len(new) * self._room // (self._room + len(self._far))
@@ -680,6 +693,8 @@ class SpillingTable:
                 self._bound -= self._near.expire_oldest(share - born, latest)
                 born = max(born, self._free(share))
         self._bound += born
+        if isinstance(self._far, TieredTable):
+            self._far.elsewhere += born
         stays = torch.cat([far[rise:], new[born:]])
         return torch.isin(ids, stays.to(ids.device)) if len(stays) else None
 
@@ -692,6 +707,19 @@ class SpillingTable:
         if self._bound + wanted > self._room:
             self._bound = len(self._near)  # the true number; waits for the device
         return min(wanted, max(0, self._room - self._bound))
+
+    def _indexed(self, wanted: int) -> int:
+        """Return how many new rows the index of a tiered far half has room for, `wanted` at most.
+
+        Any near row may have to go far, and then needs its entry: rows of both halves count.
+        """
+        if not isinstance(self._far, TieredTable):
+            return wanted
+        room, near = self._far.core.most_rows - len(self._far), self._near.rows_at_most
+        if near + wanted > room:
+            near = len(self._near)  # waits for the device
+        self._far.elsewhere = near
+        return min(wanted, max(0, room - near))
 
     def _takes(self, rows: int) -> bool:
         """Whether the far half surely has room for so many."""
