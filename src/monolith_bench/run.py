@@ -225,6 +225,8 @@ def report_start(
     resumed = train(plan, path, last, place, steps=1)
     report.add(f"start, imports{where}", "seconds", imports, "s")
     report.add(f"start, model, kernels and first batch{where}", "seconds", best.start_s, "s")
+    if best.kernels_s:
+        report.add(f"start, of these kernels{where}", "seconds", best.kernels_s, "s")
     report.add(f"start to the end of the first step{where}", "seconds", best.to_first_step_s, "s")
     restore = max(resumed.start_s - best.start_s, 0.0)
     report.add(f"start, restore of all rows{where}", "seconds", restore, "s")
@@ -401,6 +403,8 @@ class TimedRun:
     """Its progress lines, each the Unix second and the step."""
     start_s: float
     """From when the run was asked for, in the process, to its first step: its `start_seconds`."""
+    kernels_s: float
+    """Of these, while it waited for kernels of the GPU, compiled or read from the cache."""
     to_first_step_s: float
     """From the start of the process to its first progress line, that of the first step."""
 
@@ -432,6 +436,7 @@ def train(plan: RunPlan, path: Path, model_dir: Path, place: Place | None, steps
     return TimedRun(
         lines=lines,
         start_s=told["start_seconds"],
+        kernels_s=told["kernels"]["seconds"],
         to_first_step_s=lines[0][0] - began if lines else float(told["seconds"]),
     )
 

@@ -38,7 +38,12 @@ CLIPPED = UpdateConfig(clip_norm=0.5)
     ],
 )
 def test_ranks_with_rows_on_a_device_learn_the_same(
-    name: str, more: dict[str, Any], prefetch: int, update: UpdateConfig, tmp_path: Path
+    name: str,
+    more: dict[str, Any],
+    prefetch: int,
+    update: UpdateConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Both share the one device there is; rows go from rank to rank through host memory."""
     tasks = [
@@ -53,6 +58,7 @@ def test_ranks_with_rows_on_a_device_learn_the_same(
     reports = train_ranks(tasks, device, accelerator=accelerator)
     assert [report.step for report in reports] == [5, 5]
     assert_same_model(tasks[0], tmp_path)
+    assert "not replayed as CUDA graphs: graphs are for runs of one process. Launching" in caplog.text
 
 
 @needs_nccl
