@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -617,6 +618,33 @@ def test_files_of_a_killed_process_are_removed_and_those_of_a_living_one_stay(
     for table in (living, other):
         table.close()
     assert list((tmp_path / "cold").iterdir()) == []
+
+
+def test_a_file_that_is_written_while_the_folder_is_removed_goes_too(
+    config: TableConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the core, while a lookup that began before keeps it alive."""
+    table, real = TieredTable(config), shutil.rmtree
+
+    def remove(path: Path, **how: Any) -> None:
+        monkeypatch.setattr(shutil, "rmtree", real)
+        real(path, **how)
+        path.mkdir()
+        (path / "7.cold").write_bytes(b"rows")
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    table.close()
+    assert not table.folder.exists()
+
+
+def test_what_is_left_of_a_removal_that_was_not_finished_is_removed(
+    config: TableConfig, tmp_path: Path
+) -> None:
+    left = tmp_path / "cold" / "item-1234.cold"
+    left.mkdir(parents=True)
+    (left / "7.cold").write_bytes(b"rows")
+    TieredTable(config).close()
+    assert not left.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(config: TableConfig, tmp_path: Path) -> None:

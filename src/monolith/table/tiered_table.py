@@ -64,6 +64,7 @@ _PARTS = 32  # one in so many of the memory's bytes is a buffer of rows that are
 _MOST_BUFFER_BYTES = 64 << 20
 _LEAST_BUFFER_BYTES = 64 << 10
 _RECENT = 32  # one in so many is for rows that lookups read, until their batches say how many they are
+_REMOVED_AT_MOST = 100  # times, a hundredth of a second apart, that a folder is emptied
 _MOST_SIDE_BY_SIDE = 32  # calls of tables at a time: a reader has as many threads
 _SAY_AGAIN = 30.0  # seconds between two log lines about a disk that takes no rows
 _LAST_HASH = (1 << 64) - 1
@@ -685,7 +686,12 @@ class _OwnFolder:
             ) from cause
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        # A lookup that is still under way keeps the core alive, which may write one more file meanwhile.
+        for _ in range(_REMOVED_AT_MOST):
+            shutil.rmtree(self.path, ignore_errors=True)
+            if not self.path.exists():
+                break
+            time.sleep(0.01)
         if self._lock is not None:
             self._lock.close()
 
@@ -731,7 +737,8 @@ def _remove_ownerless(parent: Path) -> None:
             _log.info("removed %s: the process that made it is gone", folder)
     for folder in parent.glob("*.cold"):
         with suppress(FileNotFoundError):  # its owner, or another process, removes it now
-            if not (folder / "lock").exists() or (lock := _locked(folder)) is None:
+            # One without a lock is what is left of a removal that was not finished.
+            if (lock := _locked(folder)) is None:
                 continue
             with lock:
                 size = sum(file.stat().st_size for file in folder.iterdir())
