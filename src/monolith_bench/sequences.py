@@ -30,12 +30,12 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from monolith.data import UserSequences, leave_one_out
+from monolith.data import UserSequences
 from monolith.errors import ConfigError
 from monolith.observe import progress
 from monolith.tensors import RaggedTensor
 from monolith.train import Candidates
-from monolith_bench.event_sets import read_event_set
+from monolith_bench.event_sets import Protocol, read_event_set, split_of
 from monolith_bench.jobs import computed
 from monolith_bench.learner import mean_and_error
 from monolith_bench.options import ExperimentSequencesOptions
@@ -116,7 +116,7 @@ class PaddedTrainer:
 
 
 class NextItemLearner:
-    """A model with what trains it on all steps of a log but the last of each user.
+    """A model with what trains it on the steps of a log that are not tested.
 
     Args:
         tables: Whether it is the ready model.
@@ -131,6 +131,7 @@ class NextItemLearner:
         device: torch.device,
         settings: Settings | None = None,
         *,
+        protocol: Protocol = "leave-one-out",
         tables: bool = False,
         graph: bool = True,
     ) -> None:
@@ -138,7 +139,11 @@ class NextItemLearner:
         self._settings = Settings() if settings is None else settings
         # Tables take IDs from the host, wherever their rows are.
         self._log, self._device = log, torch.device("cpu") if tables else device
-        self._split = leave_one_out(log, valid=False)
+        self._split = split_of(log, protocol)
+        # The last step that is trained on is only predicted: a user needs one before it.
+        ends, starts = self._split.train - 1, log.row_splits[:-1]
+        self._users = (ends > starts).nonzero().flatten()
+        self._ends = torch.maximum(ends, starts)
         self._items = int(log.items.max()) + 1
         self._random = torch.Generator().manual_seed(seed)
         self._model: NextItemModel | TableModel
@@ -154,21 +159,20 @@ class NextItemLearner:
             optimizer = torch.optim.Adam(
                 model.parameters(), lr=rate, betas=betas, capturable=on_gpu, fused=on_gpu
             )
-            # The last step that is trained on is only predicted.
-            steps = TrainedSteps.of(log, self._split.train - 1, self._settings.max_length, device)
+            steps = TrainedSteps.of(log, self._ends, self._settings.max_length, device)
             trainer = PaddedTrainer(model, steps, optimizer, self._settings.batch, graph=graph and on_gpu)
             self._model, self._train = model, trainer.train
 
     @property
     def steps(self) -> int:
         """Steps of the optimizer in an epoch."""
-        return math.ceil(len(self._log) / self._settings.batch)
+        return math.ceil(len(self._users) / self._settings.batch)
 
     def epoch(self, advance: Callable[[int], object] | None = None) -> float:
         """Go over all users once, in another order each time; return the loss of the last batch."""
         self._model.train()
         # One copy for all batches: each would wait for the device.
-        order = torch.randperm(len(self._log), generator=self._random).to(self._device)
+        order = self._users[torch.randperm(len(self._users), generator=self._random)].to(self._device)
         loss = torch.zeros(())
         for rows in torch.split(order, self._settings.batch):
             loss = self._train(rows)
@@ -177,7 +181,7 @@ class NextItemLearner:
         return float(loss)  # waits for the device
 
     def _train_tables(self, model: TableModel, dense: torch.optim.Optimizer, rows: Tensor) -> Tensor:
-        batch = self._histories(rows, self._split.train[rows] - 1)
+        batch = self._histories(rows, self._ends[rows])
         for optimizer in (dense, model.rows):
             optimizer.zero_grad()
         loss = model.loss(batch)
@@ -205,10 +209,10 @@ class NextItemLearner:
         return Histories.of(self._log, rows, ends, self._settings.max_length, self._device)
 
 
-def protocol(log: UserSequences, settings: Settings) -> str:
+def describe(log: UserSequences, protocol: Protocol, settings: Settings) -> str:
     """Return how results are made, in one line."""
     return (
-        f"{leave_one_out(log, valid=False).protocol}; histories of the last {settings.max_length}; full "
+        f"{split_of(log, protocol).protocol}; histories of the last {settings.max_length}; full "
         f"ranking over {int(log.items.max()) + 1:,} items without those of the history; ties count as the "
         "mean over all orders"
     )
@@ -253,7 +257,16 @@ def train_one(
     device = torch.device(options.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
-    learner = NextItemLearner(model, log, seed, device, settings, tables=options.tables, graph=options.graph)
+    learner = NextItemLearner(
+        model,
+        log,
+        seed,
+        device,
+        settings,
+        protocol=options.protocol,
+        tables=options.tables,
+        graph=options.graph,
+    )
     course, seconds = [], 0.0
     with progress(f"{model}, seed {seed}", options.epochs * learner.steps, "steps") as shown:
         for epoch in range(1, options.epochs + 1):
@@ -282,9 +295,9 @@ def run(options: ExperimentSequencesOptions) -> int:
             f"experiment sequences: --device {options.device}: torch finds no GPU here; use cpu"
         )
     began = time.perf_counter()
-    data = read_event_set(options.set, Path(options.folder))
+    data = read_event_set(options.set, Path(options.folder), options.protocol)
     results = list(trained(options, data.log))
-    said = protocol(data.log, Settings())
+    said = describe(data.log, options.protocol, Settings())
     console = stderr_console()
     console.print(table(results, options, data.title))
     seconds = time.perf_counter() - began

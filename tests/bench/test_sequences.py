@@ -234,6 +234,36 @@ def test_the_command_prints_metrics_by_seed_with_the_set_and_the_protocol(
     assert "HR@10" in said.err
 
 
+def test_by_time_the_last_events_are_tested_and_never_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = cycles(users=8)
+    wheel_of(tmp_path, log)
+    small = replace(event_sets.SETS["ml-1m"], counts=(8, ITEMS, 8 * LENGTH))
+    monkeypatch.setattr(event_sets, "SETS", {"ml-1m": small})
+    words = ["--models", "sasrec", "--seeds", "1", "--epochs", "1", "--protocol", "time"]
+    for more in ([], ["--tables"]):
+        assert main(["experiment", "sequences", "--folder", str(tmp_path), *words, *more, "--json"]) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert report["protocol"].startswith("by time: trained on events before ")
+    split = event_sets.split_of(log, "time")
+    first = log.times[split.test].min()
+    assert report["counts"]["tests"] == len(split.test) == 8  # a tenth of 96; of one time, all or none
+    assert all(
+        log.times[start:end].max() < first for start, end in zip(log.row_splits, split.train, strict=False)
+    )
+
+
+def test_users_whose_first_event_is_tested_are_not_trained_on() -> None:
+    users, times = torch.tensor([1] * 18 + [2, 2]), torch.arange(20)
+    log = UserSequences.of(users, torch.arange(20), times)
+    for tables in (False, True):
+        learner = NextItemLearner("sasrec", log, 0, CPU, SMALL, protocol="time", tables=tables)
+        assert learner.steps == 1
+        learner.epoch()
+        assert learner.metrics([1])["hit_rate@1"] >= 0
+
+
 def test_models_are_trained_at_the_same_time_with_the_same_results() -> None:
     log = cycles(users=8)
     options = ExperimentSequencesOptions(models=("gru4rec", "sasrec"), seeds=1, epochs=2)
