@@ -155,7 +155,7 @@ def test_a_file_trains_a_ranker_of_histories(tmp_path: Path, capsys: Any) -> Non
         assert found[0] > 0.5 > found[1]
 
 
-@pytest.mark.parametrize("model", ["hstu", "gru4rec"])
+@pytest.mark.parametrize("model", ["hstu", "sasrec", "gru4rec"])
 def test_events_that_arrive_train_a_model_of_the_histories_before_them(
     tmp_path: Path, capsys: Any, model: str
 ) -> None:

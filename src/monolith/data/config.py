@@ -27,6 +27,7 @@ from monolith.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from monolith.data.files.source import FileSource
     from monolith.data.format import Format
@@ -471,8 +472,12 @@ class DataConfig(Checked):
             decide = files if several is None else replace(files, columns=several, queue=None)
             keep = last_filter(chosen, split, decide.source(_AT_ONCE, types=types), several)
         made = {name for one in histories for name in one.columns}
-        # What is known of a record is what its file says.
-        kept = read.filter(lambda records: keep(records.select(n for n in records.columns if n not in made)))
+
+        def keeps(records: Records) -> Tensor:
+            # What is known of a record is what its file says. To select columns moves their values.
+            return keep(records.select(n for n in records.columns if n not in made) if made else records)
+
+        kept = read.filter(keeps)
         # Filling up the batches of a live stream would delay them.
         return kept if files.live else kept.rebatch(batch_size)
 
