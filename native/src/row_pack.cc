@@ -404,13 +404,13 @@ bool add_row_feature(const RowFeature& feature, std::span<const std::vector<cons
   if (columns.size() != feature.columns.size())
     throw std::invalid_argument("there must be a source for each column of a feature");
   const std::size_t ids = packed.ids.ids.size(), splits = packed.ids.splits.size(), known = forms.size();
-  const std::optional<std::size_t> weights =
-      packed.weights ? std::optional(packed.weights->size()) : std::nullopt;
+  const bool weighs = packed.weights.has_value();
+  const std::size_t weights = weighs ? packed.weights->size() : 0;
   if (add_columns(feature, columns, block_of, rows, event_times, packed, forms)) return true;
   packed.ids.ids.resize(ids);
   packed.ids.splits.resize(splits);
-  if (weights)
-    packed.weights->resize(*weights);
+  if (weighs)
+    packed.weights->resize(weights);
   else
     packed.weights.reset();
   forms.resize(known);
