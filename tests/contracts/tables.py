@@ -60,8 +60,8 @@ class FilesTieredTable(SmallTieredTable):
         super().__init__(config, **{"most_hot_rows": 1, **others})
 
     @contextmanager
-    def _writing(self, ids: Tensor) -> Iterator[int]:
-        with super()._writing(ids) as absent:
+    def _writing(self, ids: Tensor, **how: Any) -> Iterator[int]:
+        with super()._writing(ids, **how) as absent:
             yield absent
         with self._open() as core:
             self._make_room(core, 1)  # for a row more than there are: the last hot one leaves
