@@ -46,6 +46,10 @@ _Pipeline = PrefetchPipeline[ReadBatch, Any]
 """The second type is `LookedUp`; for `fresh_rows`, the gathered IDs of a lookup in the step."""
 
 
+OpenData = Callable[[Shard, Epochs | None, str], Stream[Batch]]
+"""Opens the data of a task: the shard to read, how often, and the model_dir of the run."""
+
+
 def open_data(
     task: Task, shard: Shard, epochs: Epochs | None = None, model_dir: str | None = None
 ) -> Stream[Batch]:

@@ -218,6 +218,11 @@ class ConfigTask(Task):
         # Said here, because a data service in place of the files does not know how many.
         return self.records(mode).to_batches(spec, threads=self.data.batch_threads)
 
+    @property
+    def builds_histories(self) -> bool:
+        """Whether histories of users are built of the data: its positions then have all of them."""
+        return bool(self._histories)
+
     @cached_property
     def _read_by(self) -> FeatureSpec:
         """The features, with labels that are checked against their losses as they are read.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -22,13 +23,17 @@ from monolith.checkpoint import read_checkpoint_state
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.security import guard_listener, ssl_context
 from monolith.cluster.status import STATUS_PATH
+from monolith.data.reading_process import ReadingProcess, may_fork
 from monolith.errors import ConfigError, MonolithError
 from monolith.observe import ClockWatch, Metrics
 from monolith.observe.logs import name_process
+from monolith.observe.machine import usable_cores
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
 from monolith.runtime import Coordinator, LocalRun, Trainer, TrainReport
+from monolith.runtime.batches import open_data
 from monolith.runtime.config import RunConfig
+from monolith.runtime.config_task import ConfigTask
 from monolith.runtime.context import Output, RunContext, RunResult
 from monolith.runtime.control import ControlPlace, control_hooks, control_place, profiled_on_demand, tracer_of
 from monolith.runtime.data_service import data_security, read_for_workers, secured, served_task
@@ -44,6 +49,8 @@ from monolith.train.hooks.live_line import LiveValues, Outlook, gauge_status
 from monolith.train.hooks.profiling import FIRST_STEP, WINDOW_STEPS
 from monolith.train.hooks.save_timing import SaveListener
 
+CORES_TO_READ_ELSEWHERE = 8
+"""With fewer cores, threads that read are few, and a second interpreter would only take memory."""
 GAUGE_EVERY = timedelta(seconds=1)
 SAY_EVERY = timedelta(seconds=15)
 """How often a wait for other processes is reported while nothing changes."""
@@ -65,6 +72,8 @@ class Process:
     task: Task
     metrics: Metrics
     status: OwnStatus
+    reading: ReadingProcess | None = None
+    """The process that reads the training data; None reads it here."""
     control: ControlPlace | None = None
     """Where the chief is controlled; None if it is not, and in other processes."""
 
@@ -97,6 +106,8 @@ def run_process(run: RunContext) -> RunResult:
     metrics = Metrics() if config.metrics.prefix is None else Metrics(config.metrics.prefix)
     process = Process(run=run, config=config, task=task, metrics=metrics, status=OwnStatus(config))
     with ExitStack() as open_things:
+        if reads_elsewhere(task, config):  # first: a process with threads cannot be forked safely
+            process = replace(process, reading=open_things.enter_context(ReadingProcess(partial(open_data, task))))
         served = serve_metrics(metrics, config, process.status)
         if served is not None:
             open_things.enter_context(served)
@@ -117,6 +128,27 @@ def run_process(run: RunContext) -> RunResult:
             return _train_or_serve(process, gauges=served is not None)
         except StoppedWhileWaitingError as stopped:
             return RunResult(outcome="stopped", stop_reason=str(stopped))
+
+
+def reads_elsewhere(task: Task, config: RunConfig) -> bool:
+    """Whether this process has another one read its training data; see `TrainConfig.reading_process`.
+
+    Raises:
+        ConfigError: It is to, and cannot.
+    """
+    asked = config.train.reading_process
+    service = config.data_service is not None and config.data_service.enabled
+    if asked is False or config.cluster.role != "worker" or service or config.job.dump_features:
+        return False
+    if asked is None:
+        plain = isinstance(task, ConfigTask) and not (task.data.live or task.data.queue or task.builds_histories)
+        return plain and usable_cores() >= CORES_TO_READ_ELSEWHERE and may_fork()
+    if not may_fork():
+        raise ConfigError(
+            "train.reading_process: a process that has threads cannot start one that reads, and only Linux has "
+            "the memory that they share. Start the run with `monolith train` on Linux, or leave it out"
+        )
+    return True
 
 
 def _keep_freed_memory() -> None:
@@ -336,6 +368,7 @@ def train(process: Process, discovery: Discovery | None = None, *, gauges: bool)
                 coordinator=coordinator,
                 listeners=listeners,
                 publish=_publish_plan(config, metrics, discovery),
+                opens=None if process.reading is None else process.reading.open,
             )
             stopper.use(trainer)
             return trainer.train()

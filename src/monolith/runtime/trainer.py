@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -42,7 +43,7 @@ from monolith.errors import ConfigError, DivergedError, RestoreError, TransientF
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
-from monolith.runtime.batches import open_data
+from monolith.runtime.batches import OpenData, open_data
 from monolith.runtime.checkpoints import RunCheckpoints, newest_checkpoint
 from monolith.runtime.coordinator import Coordinator, Outcome
 from monolith.runtime.evaluate_hook import EvaluateHook
@@ -158,6 +159,7 @@ class Trainer:
         clock: Unix seconds, for stamps: it may be set, ahead or back.
         timer: Seconds that only grow, for intervals.
         accelerator: Stands for the one of the config.
+        opens: Opens the data to train on, as `open_data` does for a task.
 
     Raises:
         ConfigError: This machine lacks the accelerator; or rows are to be on it, and it cannot hold them, or
@@ -189,8 +191,10 @@ class Trainer:
         clock: Callable[[], float] = concurrency.time,
         timer: Callable[[], float] = concurrency.monotonic,
         accelerator: Accelerator | None = None,
+        opens: OpenData | None = None,
     ) -> None:
         self.task = task
+        self._open_data = partial(open_data, task) if opens is None else opens
         self._publish = publish
         self._listeners = tuple(listeners)
         self._coordinator: Coordinator = LocalCoordinator() if coordinator is None else coordinator
@@ -546,7 +550,7 @@ class Trainer:
                 precision=config.precision,
             )
             made.callback(model.close)
-            data = open_data(self.task, coordinator.membership.shard, self._epochs(), config.model_dir)
+            data = self._open_data(coordinator.membership.shard, self._epochs(), config.model_dir)
             made.callback(data.close)
             self._metrics.gauge(
                 "data_trouble", "1 while a source cannot record its progress, as on a full disk; else 0"

@@ -232,6 +232,11 @@ class TrainConfig:
     prefetch: int = 1
     """The number of batches that are read and prepared ahead; 0 for none. Their rows are looked up ahead,
     too, unless they are to be fresh."""
+    reading_process: bool | None = None
+    """Whether a process of its own reads the data, in place of threads of the process that trains: they take
+    turns with its steps in Python. None has one where files are read on a machine with 8 cores or more, by a
+    run that `monolith train` starts from a config without a task in Python and without histories. Batches,
+    their order and checkpoints are the same. For files and tables; Linux only."""
     fresh_rows: bool | None = None
     """Whether a step reads rows after the update of the step before it, as with `prefetch = 0`. If not, rows
     that two batches in a row share are one update old, and updates are done while the next batch is computed.
