@@ -92,7 +92,7 @@ class _Channel:
             data = self._bytes(*_LENGTH.unpack(head))
         except OSError as cause:
             raise _GoneError from cause
-        return pickle.loads(data), files  # noqa: S301  from our own process
+        return pickle.loads(data), files
 
     def has_message(self) -> bool:
         """Whether `receive` returns, or raises, at once."""

@@ -107,7 +107,9 @@ def run_process(run: RunContext) -> RunResult:
     process = Process(run=run, config=config, task=task, metrics=metrics, status=OwnStatus(config))
     with ExitStack() as open_things:
         if reads_elsewhere(task, config):  # first: a process with threads cannot be forked safely
-            process = replace(process, reading=open_things.enter_context(ReadingProcess(partial(open_data, task))))
+            process = replace(
+                process, reading=open_things.enter_context(ReadingProcess(partial(open_data, task)))
+            )
         served = serve_metrics(metrics, config, process.status)
         if served is not None:
             open_things.enter_context(served)
@@ -141,12 +143,14 @@ def reads_elsewhere(task: Task, config: RunConfig) -> bool:
     if asked is False or config.cluster.role != "worker" or service or config.job.dump_features:
         return False
     if asked is None:
-        plain = isinstance(task, ConfigTask) and not (task.data.live or task.data.queue or task.builds_histories)
+        plain = isinstance(task, ConfigTask) and not (
+            task.data.live or task.data.queue or task.builds_histories
+        )
         return plain and usable_cores() >= CORES_TO_READ_ELSEWHERE and may_fork()
     if not may_fork():
         raise ConfigError(
-            "train.reading_process: a process that has threads cannot start one that reads, and only Linux has "
-            "the memory that they share. Start the run with `monolith train` on Linux, or leave it out"
+            "train.reading_process: a process that has threads cannot start one that reads, and only Linux "
+            "has the memory that they share. Start the run with `monolith train` on Linux, or leave it out"
         )
     return True
 
@@ -494,7 +498,7 @@ def line_hook(local: LocalRun, config: TrainConfig, show: Show, every: timedelta
         show,
         LiveValues(
             stats=local.session.model.stats,
-            metrics=local.session.metrics.values,
+            metrics=local.session.metrics.values_later,
             skipped=lambda: local.session.progress.total_skipped,
             staleness=lambda: None if (found := coordinator.status().staleness) is None else found.last,
             evaluated=lambda: last.metrics if local.evaluate and (last := local.evaluate.latest) else {},

@@ -11,10 +11,11 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from monolith import concurrency
@@ -87,14 +88,44 @@ class LiveValues:
 
     stats: Callable[[], Mapping[str, TableStats]]
     """Sizes and counters of the tables, by name."""
-    metrics: Callable[[], Mapping[str, float]] = dict
-    """Metrics over the latest examples, as "head/metric"."""
+    metrics: Callable[[], Mapping[str, float] | concurrency.Future[dict[str, float]]] = dict
+    """Metrics over the latest examples, as "head/metric"; what takes long is computed by another thread."""
     skipped: Callable[[], int] = lambda: 0
     """How many batches were not trained on."""
     staleness: Callable[[], int | None] = lambda: None
     """How many steps the dense weights lack; None without parameter servers."""
     evaluated: Callable[[], Mapping[str, float]] = dict
     """Metrics of the last evaluation, as "head/metric"."""
+
+
+class MeanLoss:
+    """The mean loss of steps, kept where their losses are: only `take` waits for the device."""
+
+    _AT_ONCE = 64  # losses that are added up together: to add each would be a launch in every step
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._losses: list[Tensor] = []
+        self._sum: Tensor | None = None
+
+    def add(self, loss: Tensor) -> None:
+        self.steps += 1
+        self._losses.append(loss.detach())
+        if len(self._losses) == self._AT_ONCE:
+            self._add_up()
+
+    def take(self) -> float:
+        """Return the mean, and begin anew; NaN if there was no step."""
+        self._add_up()
+        found = math.nan if self._sum is None else float(self._sum) / self.steps
+        self._sum, self.steps = None, 0
+        return found
+
+    def _add_up(self) -> None:
+        if self._losses:
+            found = torch.stack(self._losses).sum(dtype=torch.float64)
+            self._sum = found if self._sum is None else self._sum + found
+            self._losses = []
 
 
 class LiveLineHook(Hook):
@@ -132,8 +163,9 @@ class LiveLineHook(Hook):
         self._timer = timer
         self._examples = 0
         self._event_time = 0
-        self._loss: Tensor | None = None
-        self._losses = 0
+        self._loss = MeanLoss()
+        self._waiting: tuple[TrainStatus, concurrency.Future[dict[str, float]]] | None = None
+        """What is to be shown as soon as its metrics are known."""
         self._shown = timer()
         self._spoke = self._looked = False
         self._seen: deque[tuple[float, int]] = deque()
@@ -147,9 +179,9 @@ class LiveLineHook(Hook):
     def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._examples += result.examples
         self._event_time = max(self._event_time, result.batch.ids.event_time)
-        loss = result.loss.detach().double()
-        self._loss = loss if self._loss is None else self._loss + loss
-        self._losses += 1
+        self._loss.add(result.loss)
+        if self._waiting is not None and self._waiting[1].done():
+            self._show_waiting()
         if not self._looked:
             self._outlook.look(result.step)
             self._looked = True
@@ -158,42 +190,55 @@ class LiveLineHook(Hook):
             self._tell(result.step, now)
 
     def end(self, run: TrainingRun) -> None:
-        if self._spoke and self._losses:
+        self._show_waiting()
+        if self._spoke and self._loss.steps:
             self._tell(run.step, self._timer())
+            self._show_waiting()
 
     def _tell(self, step: int, now: float) -> None:
+        self._show_waiting()
         tables, ahead = self._values.stats(), self._outlook.look(step)
         stats = tables.values()
-        self._show(
-            TrainStatus(
-                step=step,
-                last_step=ahead.last_step,
-                seconds_left=ahead.seconds_left,
-                examples=self._examples,
-                examples_per_s=self._speed(now),
-                loss=math.nan if self._loss is None else float(self._loss) / self._losses,
-                metrics=_said(self._values.metrics()),
-                lag_seconds=max(self._clock() - self._event_time, 0.0)
-                if self._live and self._event_time > 0
-                else None,
-                event_time=self._event_time,
-                tables=tables,
-                rows=sum(table.rows for table in stats),
-                bytes=sum(table.bytes_total for table in stats),
-                filtered=sum(table.filtered for table in stats),
-                refused=sum(table.refused for table in stats),
-                evicted=sum(table.evicted for table in stats),
-                skipped=self._values.skipped(),
-                non_finite=sum(table.non_finite for table in stats),
-                staleness=self._values.staleness(),
-                evaluated=_said(self._values.evaluated()),
-                data_read=ahead.data_read,
-                epochs=self._epochs,
-            )
+        metrics = self._values.metrics()
+        status = TrainStatus(
+            step=step,
+            last_step=ahead.last_step,
+            seconds_left=ahead.seconds_left,
+            examples=self._examples,
+            examples_per_s=self._speed(now),
+            loss=self._loss.take(),
+            metrics=_said(metrics) if isinstance(metrics, Mapping) else {},
+            lag_seconds=max(self._clock() - self._event_time, 0.0)
+            if self._live and self._event_time > 0
+            else None,
+            event_time=self._event_time,
+            tables=tables,
+            rows=sum(table.rows for table in stats),
+            bytes=sum(table.bytes_total for table in stats),
+            filtered=sum(table.filtered for table in stats),
+            refused=sum(table.refused for table in stats),
+            evicted=sum(table.evicted for table in stats),
+            skipped=self._values.skipped(),
+            non_finite=sum(table.non_finite for table in stats),
+            staleness=self._values.staleness(),
+            evaluated=_said(self._values.evaluated()),
+            data_read=ahead.data_read,
+            epochs=self._epochs,
         )
         self._spoke = True
-        self._loss, self._losses = None, 0
+        if isinstance(metrics, Mapping):
+            self._show(status)
+        else:
+            self._waiting = status, metrics
+            if metrics.done():
+                self._show_waiting()
         self._shown = self._timer()  # what it took to show is not counted against the next
+
+    def _show_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            status, metrics = waiting
+            self._show(replace(status, metrics=_said(metrics.result())))
 
     def _speed(self, now: float) -> float:
         while len(self._seen) > 1 and now - self._seen[1][0] >= SPAN_SECONDS:

@@ -10,18 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-
 from monolith import concurrency, filesystem
 from monolith.errors import ConfigError, MissingExtraError
 from monolith.observe.summaries import SummaryWriter
 from monolith.table import TableStats
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.hooks.config import TrackingConfig
+from monolith.train.hooks.live_line import MeanLoss
+from monolith.train.metrics.heads import HeadMetrics
 
 if TYPE_CHECKING:
     from monolith.train.metrics import MetricSet
-    from monolith.train.metrics.heads import HeadMetrics
 
 
 class SummaryHook(Hook):
@@ -39,8 +38,6 @@ class SummaryHook(Hook):
         clock: Seconds that never run backwards.
     """
 
-    _loss: Tensor | None
-    _steps: int
     _examples: int
 
     def __init__(
@@ -58,6 +55,9 @@ class SummaryHook(Hook):
         self._stats = stats
         self._clock = clock
         self._sinks: list[ScalarSink] = []
+        self._loss = MeanLoss()
+        self._waiting: tuple[int, dict[str, float], concurrency.Future[dict[str, float]]] | None = None
+        """What is to be written as soon as its metrics are known: the step, and other values."""
         self._begin_span()
 
     def after_create(self, run: TrainingRun) -> None:
@@ -70,34 +70,34 @@ class SummaryHook(Hook):
         self._begin_span()
 
     def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
-        loss = result.loss.detach().double()
-        self._loss = loss if self._loss is None else self._loss + loss
-        self._steps += 1
+        self._loss.add(result.loss)
         self._examples += result.examples
+        if self._waiting is not None and self._waiting[2].done():
+            self._write_waiting()
         if self._every.crossed(result.step):
             self._write(result.step)
 
     def end(self, run: TrainingRun) -> None:
-        if self._steps:
+        if self._loss.steps:
             self._write(run.step)
+        self._write_waiting()
 
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
 
     def _begin_span(self) -> None:
-        self._loss = None
-        self._steps = self._examples = 0
+        self._examples = 0
         self._began = self._clock()
 
     def _write(self, step: int) -> None:
-        if self._sinks and self._loss is not None:
-            values = {"loss": float(self._loss) / self._steps}
+        self._write_waiting()
+        loss = self._loss.take()
+        if self._sinks:
+            values = {"loss": loss}
             passed = self._clock() - self._began
             if passed > 0:
                 values["examples_per_s"] = self._examples / passed
-            found = self._metrics.values() if self._metrics is not None else {}
-            values |= {f"metrics/{name}": value for name, value in found.items() if not math.isnan(value)}
             stats = self._stats() if self._stats is not None else {}
             for name, table in stats.items():
                 values |= {f"rows/{name}": table.rows, f"bytes/{name}": table.bytes_total}
@@ -105,10 +105,27 @@ class SummaryHook(Hook):
                     values[f"device_rows/{name}"] = table.device_rows
                 if table.is_tiered:
                     values |= {f"cold_rows/{name}": table.cold_rows, f"cold_bytes/{name}": table.cold_bytes}
-            for sink in self._sinks:
-                sink.scalars(values, step)
-                sink.flush()
+            if self._metrics is None:
+                self._put(step, values, {})
+            elif isinstance(self._metrics, HeadMetrics):
+                self._waiting = step, values, self._metrics.values_later()
+                if self._waiting[2].done():
+                    self._write_waiting()
+            else:
+                self._put(step, values, self._metrics.values())
         self._begin_span()
+
+    def _write_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            step, values, metrics = waiting
+            self._put(step, values, metrics.result())
+
+    def _put(self, step: int, values: dict[str, float], metrics: Mapping[str, float]) -> None:
+        said = {f"metrics/{name}": value for name, value in metrics.items() if not math.isnan(value)}
+        for sink in self._sinks:
+            sink.scalars(values | said, step)
+            sink.flush()
 
 
 # Trackers: MLflow and W&B, which are told what TensorBoard is told.

@@ -136,6 +136,14 @@ class HeadMetrics:
         self._taken_in()
         return {} if self._set is None else self._set.values()
 
+    def values_later(self) -> concurrency.Future[dict[str, float]]:
+        """Return the same, as it stands now, computed by the thread if there is one."""
+        if self._thread is not None and self._live:
+            return self._thread.submit(live_values, {head: one.copy() for head, one in self._live.items()})
+        found = concurrency.Future[dict[str, float]]()
+        found.set_result(self.values())
+        return found
+
     def end(self) -> None:
         """Report the window that is open."""
         self._taken_in()

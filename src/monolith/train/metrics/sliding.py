@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from copy import copy
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -95,6 +96,12 @@ class SlidingMetrics:
         self._newest = max(self._newest, seen.event_time)
         while len(self._seen) > 1 and self._leaves(self._seen[0]):
             self._count -= len(self._seen.popleft())
+
+    def copy(self) -> SlidingMetrics:
+        """Return the window as it is now, for another thread."""
+        found = copy(self)
+        found._seen = self._seen.copy()
+        return found
 
     def _leaves(self, oldest: KeptExamples) -> bool:
         if self._count - len(oldest) >= self._most:
