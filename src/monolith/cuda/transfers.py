@@ -19,7 +19,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.cuda.device import Device, DeviceEvent
@@ -173,6 +175,72 @@ class Landing:
         """
         self._pool.give_back(self._memory, self._over)
         del self._memory, self._values
+
+
+@dataclass(slots=True, eq=False)
+class Carrier:
+    """Pinned memory, and as much memory of a device, that one batch after the other travels through."""
+
+    host: Tensor
+    bytes: NDArray[np.uint8]
+    """The same, as numpy has it: to slice a tensor takes several times as long."""
+    there: Tensor
+    sent: DeviceEvent | None = None
+    """Reached when the copy is done."""
+    used: DeviceEvent | None = None
+    """Reached when the device has read it, so that the next copy may arrive."""
+
+
+class Carriers:
+    """Memory to send batches by one copy each, used again batch after batch. Thread-safe.
+
+        carrier = carriers.lend(size)            # host: fill carrier.bytes
+        carriers.send(carrier, size)             # the stream that reads carrier.there waits for carrier.sent
+        carrier.used = stream.record()           # by then that stream has read it
+        carriers.give_back(carrier)
+
+    A carrier that is not given back is freed with its last tensor: then a stream that reads it must keep it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._free: list[Carrier] = []  # guarded by the lock; the one that is free for longest first
+        with device.active():
+            self._up = device.new_stream()
+
+    def lend(self, size: int) -> Carrier:
+        """Return memory of at least `size` bytes that no copy uses any more."""
+        with self._lock:
+            found = next((one for one in self._free if one.bytes.size >= size), None)
+            small = self._free[0] if found is None and self._free else None
+            if (taken := found or small) is not None:
+                self._free.remove(taken)
+        if found is None:
+            if small is not None and small.used is not None:
+                small.used.synchronize()  # it is freed here, and batches grow
+            room, device = _rounded(size * _SPARE), self._device
+            host = device.pinned((room,), torch.uint8)
+            with device.active(), device.on(self._up):
+                there = torch.empty(room, dtype=torch.uint8, device=device.torch_device)
+            found = Carrier(host, host.numpy(), there)
+        if found.sent is not None:
+            found.sent.synchronize()
+        return found
+
+    def send(self, carrier: Carrier, size: int) -> None:
+        """Start to copy its first bytes; they must not be written to afterwards."""
+        device, up = self._device, self._up
+        with device.active(), device.on(up):
+            if carrier.used is not None:
+                up.wait_for_event(carrier.used)
+            carrier.there[:size].copy_(carrier.host[:size], non_blocking=True)
+            carrier.sent = up.record()
+
+    def give_back(self, carrier: Carrier) -> None:
+        """Take a carrier back that nothing reads but what its `used` comes after."""
+        with self._lock:
+            self._free.append(carrier)
 
 
 class Transfers:

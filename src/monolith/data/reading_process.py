@@ -394,7 +394,8 @@ class ReadingProcess:
                 self._write(about[0])
                 continue
             if kind == "batch":
-                batch = self._batch(*about[1], files)
+                slot, size, used, data = about[1]
+                batch = self._batch(slot, size, used, data, files)
                 if about[0] == number:
                     self._send("taken", self._take_freed())
                     return batch, *about[2:]

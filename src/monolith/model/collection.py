@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith import concurrency, native
-from monolith.cuda import Device, Transfers, device_of
+from monolith.cuda import Carriers, Device, Transfers, device_of
 from monolith.errors import FeatureError
 from monolith.feature import (
     Batch,
@@ -322,11 +322,16 @@ class EmbeddingCollection(nn.Module):
             store.read_ahead(TableIds(found.ids, found.sizes))
         return found
 
-    def send(self, batch: Input) -> DeviceBatch:
+    def send(
+        self, batch: Input, *, numbers: Sequence[Tensor] = (), carriers: Carriers | None = None
+    ) -> DeviceBatch:
         """Start copying the IDs of a batch to the device that has the rows; from any thread.
 
         Those of ragged features are padded, so that many batches have one shape: see `DeviceGatherer`. Where
         each ID of a feature is kept, this needs `padded_steps`.
+
+        Args:
+            numbers, carriers: As of `DeviceGatherer.read`.
 
         Raises:
             FeatureError: Rows are not on a device.
@@ -335,7 +340,8 @@ class EmbeddingCollection(nn.Module):
         if not isinstance(reader, DeviceGatherer):
             raise FeatureError("the rows of this collection are in host memory: its IDs stay there")
         steps = self.padded_steps
-        return reader.read(_ids(batch), padded=True, steps=None if isinstance(steps, str) else steps)
+        padded = None if isinstance(steps, str) else steps
+        return reader.read(_ids(batch), padded=True, steps=padded, numbers=numbers, carriers=carriers)
 
     def prepare(self, batch: Input, found: GatheredBatch | None = None) -> PreparedBatch:
         """Look up the rows of a batch ahead of the step that uses it; from any thread.

@@ -31,11 +31,13 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
-from monolith.cuda import BatchVerdict, Device, DeviceGraph, DeviceStream, Kept, Landing, Sent, Transfers
+from monolith.cuda import BatchVerdict, Carriers, Device, DeviceGraph, DeviceStream, Kept
 from monolith.errors import AcceleratorError
 from monolith.feature import Batch
 from monolith.feature.cuda import DeviceBatch, DeviceIds
@@ -83,9 +85,7 @@ class SentBatch:
 
     batch: Batch
     ids: list[DeviceBatch]
-    """By collection."""
-    numbers: Sent
-    """Floats, then labels."""
+    """By collection. The first has floats, labels and the event time as its `numbers`."""
     shape: Hashable | None
     """Equal for batches that one graph can train; None if no graph can."""
     staged: list[StagedBatch | None]
@@ -104,11 +104,44 @@ class StepFound(NamedTuple):
     """By head, in host memory."""
 
 
+class _Landed(NamedTuple):
+    """Pinned memory that reports of one length arrive in."""
+
+    memory: Tensor
+    array: NDArray[np.float32]
+    """The same, as numpy has it."""
+
+
+class _Heads(Mapping[str, Tensor]):
+    """The predictions in a report, each made when it is asked for."""
+
+    def __init__(self, report: Tensor, heads: Mapping[str, torch.Size], first: int) -> None:
+        self._report, self._heads, self._first = report, heads, first
+
+    def __getitem__(self, head: str) -> Tensor:
+        at = self._first
+        for name, shape in self._heads.items():
+            if name == head:
+                return self._report[at : at + shape.numel()].view(shape)
+            at += shape.numel()
+        raise KeyError(head)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._heads)
+
+    def __len__(self) -> int:
+        return len(self._heads)
+
+
 class GraphedStep:
     """What a step has said: on the device at once, on the host later.
 
     Of a batch that is refused, loss and predictions are those of the batch before it: so sums over steps stay
     finite.
+
+    Args:
+        report: Of this step alone; it is copied to the host by the current stream.
+        free: Memory for such copies that no step uses; that of this one returns there.
 
     Attributes:
         loss: float32 of shape ().
@@ -116,21 +149,35 @@ class GraphedStep:
     """
 
     def __init__(
-        self, report: Tensor, transfers: Transfers, heads: Mapping[str, torch.Size], verdict: BatchVerdict
-    ):
+        self,
+        report: Tensor,
+        device: Device,
+        free: dict[int, list[_Landed]],
+        heads: Mapping[str, torch.Size],
+        verdict: BatchVerdict,
+    ) -> None:
         self._verdict = verdict
         self._heads = dict(heads)
         # A report: what the verdict found, the loss, whether each head is finite, and the predictions.
         self._first = first = 1 + len(_KINDS)
         self._at = first + 1 + len(heads)
-        self._landing: Landing = transfers.land(report)
+        self._free = free.setdefault(len(report), [])
+        if self._free:
+            self._landed = self._free.pop()
+        else:
+            memory = device.pinned((len(report),), torch.float32)
+            self._landed = _Landed(memory, memory.numpy())
+        # Not on a stream of its own: a few microseconds of the device are less than the host needs for that.
+        self._landed.memory.copy_(report, non_blocking=True)
+        self._over = device.current_stream().record()
         self.loss = report[first]
-        self.predictions = self._predictions(report)
+        self.predictions: Mapping[str, Tensor] = _Heads(report, self._heads, self._at)
 
     def wait(self) -> StepFound:
         """Wait for the report. Call it once."""
-        report = self._landing.wait().clone()
-        self._landing.release()
+        self._over.synchronize()
+        report = self._landed.array.copy()
+        self._free.append(self._landed)
         first = self._first
         *found, loss = report[: first + 1].tolist()
         finite = [bool(one) for one in report[first + 1 : self._at].tolist()]
@@ -138,20 +185,13 @@ class GraphedStep:
             self._verdict.describe([int(count) for count in found]),
             loss,
             dict(zip(self._heads, finite, strict=True)),
-            self._predictions(report),
+            dict(_Heads(torch.from_numpy(report), self._heads, self._at)),
         )
-
-    def _predictions(self, report: Tensor) -> dict[str, Tensor]:
-        found, at = {}, self._at
-        for head, shape in self._heads.items():
-            found[head] = report[at : at + shape.numel()].view(shape)
-            at += shape.numel()
-        return found
 
     @property
     def arrived(self) -> bool:
         """Whether `wait` returns at once."""
-        return self._landing.arrived
+        return self._over.query()
 
 
 class _EventTime:
@@ -174,13 +214,10 @@ class _Shape:
     """
 
     def __init__(self, sent: SentBatch, graph: StepGraph) -> None:
-        where = graph.device.torch_device
         self.ids = [one.twin() for one in sent.ids]
         self.keys = [TableIds(one.ids, one.sizes, distinct=False) for one in self.ids]
-        taken = sent.numbers.take()
-        self.numbers = [torch.empty_like(one) for one in taken]
-        self.event_time = torch.zeros(1, dtype=torch.int64, device=where)
-        given, numbers = sent.batch, iter(self.numbers)
+        *numbers, self.event_time = self.ids[0].numbers
+        given, each = sent.batch, iter(numbers)
         # The ids of the batch are of no device: a model that reads them by itself, and not by its embeddings,
         # fails to be captured. With ids of the first batch it would be wrong for all others.
         unknown = torch.empty(given.ids.ids.shape, dtype=torch.int64, device="meta")
@@ -199,8 +236,8 @@ class _Shape:
             hidden = DeviceIds(**(parts | {"event_times": times}), there=there)
         self.batch = Batch(
             hidden,
-            {name: next(numbers).view(one.shape) for name, one in given.floats.items()},
-            {name: next(numbers).view(one.shape) for name, one in given.labels.items()},
+            {name: next(each) for name in given.floats},
+            {name: next(each) for name in given.labels},
         )
         self.rows = [
             CapturedStep(tables, one.sizes.numpy(), graph.number, graph.verdict.found, one.occurring)
@@ -225,9 +262,6 @@ class _Shape:
         """Copy a batch to where steps read it, on the current stream."""
         for mine, given in zip(self.ids, sent.ids, strict=True):
             mine.refill(given)
-        if self.numbers:
-            torch._foreach_copy_(self.numbers, list(sent.numbers.take()), non_blocking=True)
-        self.event_time.fill_(sent.batch.ids.event_time)
 
 
 class StepGraph:
@@ -284,7 +318,9 @@ class StepGraph:
         _check_optimizer(dense)
         if self._config.multiply_rows_by is not None:
             sparse.multiply_rows_by = self._config.multiply_rows_by
-        self._transfers = Transfers(self.device)
+        # Rows that come from host memory are brought by their own streams, which would have to keep carriers.
+        self._carriers = None if self.hot_rows else Carriers(self.device)
+        self._landed: dict[int, list[_Landed]] = {}
         with self.device.active():
             self._stream = self.device.new_stream()
             where = self.device.torch_device
@@ -324,12 +360,11 @@ class StepGraph:
             FeatureError, TableArgumentError: The batch is not sound.
         """
         arguments.event_second(batch.ids.event_time)
-        ids = [one.send(batch) for one in self._collections]
         named = {**{f"float {n}": t for n, t in batch.floats.items()}, **batch.labels}
-        tensors = [one.detach().contiguous() for one in named.values()]
-        staged = self._transfers.stage(*((one.numel(), one.dtype) for one in tensors))
-        for part, one in zip(staged.parts, tensors, strict=True):
-            part.copy_(one.view(-1))
+        numbers = [*(one.detach() for one in named.values()), torch.tensor([batch.ids.event_time])]
+        first, *others = self._collections
+        ids = [first.send(batch, numbers=numbers, carriers=self._carriers)]
+        ids += [one.send(batch, carriers=self._carriers) for one in others]
         shapes = [one.shape for one in ids]
         about = tuple((name, tuple(one.shape), one.dtype) for name, one in named.items())
         key = None if any(one is None for one in shapes) else (len(batch), batch.group, *shapes, *about)
@@ -339,12 +374,13 @@ class StepGraph:
             else rows.stage(one.host_ids, one.ids, one.sizes.numpy())
             for rows, one in zip(self._hot, ids, strict=True)
         ]
-        return SentBatch(batch, ids, staged.send(), key, hot)
+        return SentBatch(batch, ids, key, hot)
 
     def look_up(self, sent: SentBatch) -> list[PreparedBatch]:
         """Return the rows of a batch, for a step that is not graphed."""
         found = []
         for collection, one, store in zip(self._collections, sent.ids, self._stores, strict=True):
+            one.arrive()
             if one.padded and store.counts_sightings:
                 found.append(collection.prepare(sent.batch))  # without padding, which would be counted
                 continue
@@ -399,10 +435,14 @@ class StepGraph:
             for hot, staged in zip(self._hot, sent.staged, strict=True):
                 if hot is not None and staged is not None:
                     hot.trained(staged)
+            if self._carriers is not None:
+                for one in sent.ids:
+                    if one.carrier is not None:
+                        self._carriers.give_back(one.carrier)
             self._number_is = step + 1
             assert shape.report is not None
             report = shape.report.clone()  # the next replay overwrites it
-            found = GraphedStep(report, self._transfers, shape.heads, self.verdict)
+            found = GraphedStep(report, self.device, self._landed, shape.heads, self.verdict)
             caller.keep(report)
         return found
 
@@ -441,8 +481,7 @@ class StepGraph:
     def describe(self) -> str:
         """Describe what is captured, and the device memory that it needs, for a log."""
         sizes = ", ".join(one.describe() for one in self._shapes.values() if one.graph is not None)
-        own = sum(t.numel() * t.element_size() for one in self._shapes.values() for t in one.numbers)
-        own += sum(8 * len(ids.ids) for one in self._shapes.values() for ids in one.ids)
+        own = sum(ids.nbytes for one in self._shapes.values() for ids in one.ids)
         own += 0 if self._kept is None else self._kept[1].bytes
         return f"batches of {sizes or 'no size yet'}; {own / 2**20:,.0f} MiB for inputs and undo"
 

@@ -26,15 +26,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith.cuda import Device, blocks_for
+from monolith.cuda import Carrier, Carriers, Device, blocks_for
 from monolith.errors import AcceleratorError, FeatureError
 from monolith.feature.batches import FeatureIds, one_each_splits
 from monolith.feature.combiners import Max
@@ -114,10 +115,13 @@ class DeviceGatherer:
         one_each: bool | None = None,
         padded: bool = False,
         steps: PaddedSteps | None = None,
+        numbers: Sequence[Tensor] = (),
+        carriers: Carriers | None = None,
     ) -> DeviceBatch:
         """Copy a batch to the device. Features the model does not read are ignored.
 
-        It is on its way when this returns, by a stream of its own, for which the current one waits.
+        It is on its way when this returns, by a stream of its own, for which the current one waits; or, with
+        carriers, those that call `arrive`.
 
         Args:
             in_place_of_ids: Fills what goes up for each occurrence, int64, table after table; by default the
@@ -126,6 +130,8 @@ class DeviceGatherer:
                 splits sound; None looks.
             padded: Whether a batch with other numbers of ids may be padded, to have the `shape` of others.
             steps: What the model reads of padded histories; None if it takes none.
+            numbers: To send along: `DeviceBatch.numbers`.
+            carriers: Lend the memory for it.
 
         Raises:
             FeatureError: The splits do not fit the ids, or the number of examples.
@@ -160,6 +166,8 @@ class DeviceGatherer:
             kept=known.kept[-1].end if known.kept else 0,
             weights=known.ids if known.weighs else 0,
             splits=0 if one_each else len(splits),
+            numbers=numbers,
+            carriers=carriers,
         )
         staged.features[:] = known.about
         ids = torch.from_numpy(staged.ids)
@@ -182,15 +190,23 @@ class DeviceGatherer:
             part.fill(staged.kept, batch.event_times if part.name is None else kept[part.name])
         if not one_each:
             staged.splits[:] = splits
+        carrier, memory = staged.carrier, staged.memory
+        if carriers is None or carrier is None:
+            buffer = self._sent(memory)
+        else:
+            carriers.send(carrier, staged.size)
+            buffer = carrier.there[: staged.size]
         return DeviceBatch(
             self,
-            self._sent(staged.memory),
+            buffer,
             staged.ends,
             known,
             batch.batch_size,
             plain=one_each and not known.weighs and cells.all_there and self._combines_all,
             shared=any(batch.shared),
             host_ids=ids,
+            numbers=staged.about_numbers,
+            carrier=carrier,
         )
 
     def sum_equal(
@@ -532,6 +548,15 @@ class _Cells:
         return room
 
 
+class _SentNumber(NamedTuple):
+    """Where a tensor is that is sent along with ids."""
+
+    at: int
+    end: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
 class _Staged:
     """What is copied of one batch, in one block of pinned memory.
 
@@ -540,12 +565,36 @@ class _Staged:
     """
 
     def __init__(
-        self, device: Device, *, features: int, ids: int, kept: int, weights: int, splits: int
+        self,
+        device: Device,
+        *,
+        features: int,
+        ids: int,
+        kept: int,
+        weights: int,
+        splits: int,
+        numbers: Sequence[Tensor] = (),
+        carriers: Carriers | None = None,
     ) -> None:
         self.ends = list(accumulate((features, 8 * ids, 8 * kept, 4 * weights, 4 * splits)))
-        self.memory = device.pinned((max(self.ends[-1], 1),), torch.uint8)
         one, two, three, four, five = self.ends
-        whole: NDArray[np.uint8] = self.memory.numpy()
+        self.about_numbers: list[_SentNumber] = []
+        self.size = five
+        for each in numbers:
+            at = -(-self.size // 8) * 8
+            self.size = at + each.numel() * each.element_size()
+            self.about_numbers.append(_SentNumber(at, self.size, each.dtype, each.shape))
+        self.size = max(self.size, 1)
+        self.carrier = None if carriers is None else carriers.lend(self.size)
+        if self.carrier is None:
+            self.memory = device.pinned((self.size,), torch.uint8)
+            whole: NDArray[np.uint8] = self.memory.numpy()
+        else:
+            self.memory, whole = self.carrier.host, self.carrier.bytes
+        for about, each in zip(self.about_numbers, numbers, strict=True):
+            # numpy has no bfloat16; what is copied are its bits.
+            values = (each.view(torch.int16) if each.dtype is torch.bfloat16 else each).numpy()
+            whole[about.at : about.end].view(values.dtype).reshape(values.shape)[...] = values
         self.features = whole[:one]
         self.ids = whole[one:two].view(np.int64)
         self.kept = whole[two:three].view(np.int64)
@@ -571,14 +620,17 @@ class DeviceBatch:
         plain: bool,
         shared: bool,
         host_ids: Tensor | None = None,
+        numbers: Sequence[_SentNumber] = (),
+        carrier: Carrier | None = None,
     ) -> None:
         self.host_ids = host_ids
-        """The same ids in host memory; None for a `twin`."""
-        one, two, three, four, five = ends
-        self.ids = buffer[one:two].view(torch.int64)
-        self.occurring = buffer[one - 8 * len(placed.sizes) : one].view(torch.int64)
-        """int64 of shape (tables,), on the device: the ids of each table without those that pad it."""
+        """The same ids in host memory; None for a `twin`, and where a carrier's memory may have others by
+        now."""
+        self.carrier = carrier
+        """Whose memory it has; None if that is its own."""
+        _, two, three, four, five = ends
         self._ends = ends
+        self._about_numbers = numbers
         self._placed = placed
         self._tables: tuple[Tensor, Tensor] | None = None
         self.batch_size = batch_size
@@ -590,7 +642,7 @@ class DeviceBatch:
         self._gather = "gather_plain" if plain else "gather"
         self._shared = shared
         self._weights = buffer[three:four].view(torch.float32) if four > three else None
-        self._numbers = buffer[two:three].view(torch.int64) if three > two else None
+        self._kept_numbers = buffer[two:three].view(torch.int64) if three > two else None
         self._row_splits = dict(placed.row_splits)
         self.kept_ids: dict[str, RaggedTensor] = {}
         """Of a padded batch: what `PaddedSteps` names, with as many IDs as there is room for."""
@@ -605,6 +657,35 @@ class DeviceBatch:
             batch_size,
             len(gatherer.on_device.order),
         )
+
+    # Made when they are asked for: a batch that is trained by a replay needs none of its own.
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """int64, on the device: as they occur, table after table."""
+        return self._buffer[self._ends[0] : self._ends[1]].view(torch.int64)
+
+    @cached_property
+    def occurring(self) -> Tensor:
+        """int64 of shape (tables,), on the device: the ids of each table without those that pad it."""
+        one = self._ends[0]
+        return self._buffer[one - 8 * len(self.sizes) : one].view(torch.int64)
+
+    @cached_property
+    def numbers(self) -> list[Tensor]:
+        """What was sent along, on the device."""
+        return [self._buffer[one.at : one.end].view(one.dtype).view(one.shape) for one in self._about_numbers]
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.numel()
+
+    def arrive(self) -> None:
+        """Have the current stream wait until the batch is on the device, and keep it for that stream."""
+        if self.carrier is not None and self.carrier.sent is not None:
+            current = self._gatherer.device.current_stream()
+            current.wait_for_event(self.carrier.sent)
+            current.keep(self.carrier.there)
 
     def outputs(self, rows: Tensor, scale: Callable[[], float] | None = None) -> tuple[Tensor, ...]:
         """Return the outputs in order of the plan, differentiable in `rows`.
@@ -640,11 +721,12 @@ class DeviceBatch:
         plan = self._gatherer.plan
         jagged = {plan.features[feature].name: feature for feature in plan.jagged}
         for part in self._placed.kept:
-            assert self._numbers is not None
+            numbers = self._kept_numbers
+            assert numbers is not None
             if part.name is None:
-                self.event_times = self._numbers[part.first : part.end]
+                self.event_times = numbers[part.first : part.end]
                 continue
-            splits, ids = self._numbers[part.first : part.ids], self._numbers[part.ids : part.end]
+            splits, ids = numbers[part.first : part.ids], numbers[part.ids : part.end]
             feature = jagged.get(part.name)
             if feature is not None:
                 self._row_splits[feature] = splits
@@ -706,15 +788,23 @@ class DeviceBatch:
             self.batch_size,
             plain=self._gather == "gather_plain",
             shared=self._shared,
+            numbers=self._about_numbers,
         )
 
     def refill(self, other: DeviceBatch) -> None:
-        """Copy a batch of the same shape into the memory of this one, on the current stream."""
+        """Copy a batch of the same shape into the memory of this one, on the current stream.
+
+        A carrier of that batch may be given back, if nothing else reads it.
+        """
         current = self._gatherer.device.current_stream()
-        if current != other._stream:
+        if other.carrier is not None and other.carrier.sent is not None:
+            current.wait_for_event(other.carrier.sent)
+        elif current != other._stream:
             current.wait_for(other._stream)
             current.keep(other._buffer)
         self._buffer.copy_(other._buffer, non_blocking=True)
+        if other.carrier is not None:
+            other.carrier.used = current.record()
 
     def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, LayoutTensor | list[LayoutTensor]]:
         """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
@@ -752,6 +842,7 @@ class DeviceBatch:
     def _arrive(self, rows: Tensor) -> None:
         """Have the current stream wait for the one that the batch was read on, if that is another."""
         current = self._gatherer.device.current_stream()
+        self.arrive()
         if current != self._stream:
             current.wait_for(self._stream)
             current.keep(self._buffer)
