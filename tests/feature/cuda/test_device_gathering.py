@@ -141,7 +141,7 @@ class Both:
         ):
             assert torch.equal(found.cpu(), expected)
         host, there = self.gradients(scale)
-        assert_close(there, host, rtol=1e-6, atol=1e-6)
+        assert_close(there, host, rtol=1e-6, atol=4e-6)  # sums of several, in another order
 
 
 def random(seed: int) -> Callable[[int], Tensor]:

@@ -196,18 +196,18 @@ class DeviceGatherer:
         else:
             carriers.send(carrier, staged.size)
             buffer = carrier.there[: staged.size]
-        return DeviceBatch(
+        sent = DeviceBatch(
             self,
             buffer,
-            staged.ends,
+            staged.places,
             known,
             batch.batch_size,
             plain=one_each and not known.weighs and cells.all_there and self._combines_all,
             shared=any(batch.shared),
             host_ids=ids,
-            numbers=staged.about_numbers,
-            carrier=carrier,
         )
+        sent.carrier = carrier
+        return sent
 
     def sum_equal(
         self, ids: Tensor, sizes: Tensor, gradients: Tensor, known: tuple[Tensor, Tensor] | None = None
@@ -557,6 +557,14 @@ class _SentNumber(NamedTuple):
     shape: torch.Size
 
 
+class _Places(NamedTuple):
+    """Where the parts of a batch are in its memory."""
+
+    ends: list[int]
+    """Of the description of features, ids, what models read, weights and splits."""
+    numbers: list[_SentNumber]
+
+
 class _Staged:
     """What is copied of one batch, in one block of pinned memory.
 
@@ -576,14 +584,14 @@ class _Staged:
         numbers: Sequence[Tensor] = (),
         carriers: Carriers | None = None,
     ) -> None:
-        self.ends = list(accumulate((features, 8 * ids, 8 * kept, 4 * weights, 4 * splits)))
-        one, two, three, four, five = self.ends
-        self.about_numbers: list[_SentNumber] = []
+        ends = list(accumulate((features, 8 * ids, 8 * kept, 4 * weights, 4 * splits)))
+        one, two, three, four, five = ends
+        self.places = _Places(ends, [])
         self.size = five
         for each in numbers:
             at = -(-self.size // 8) * 8
             self.size = at + each.numel() * each.element_size()
-            self.about_numbers.append(_SentNumber(at, self.size, each.dtype, each.shape))
+            self.places.numbers.append(_SentNumber(at, self.size, each.dtype, each.shape))
         self.size = max(self.size, 1)
         self.carrier = None if carriers is None else carriers.lend(self.size)
         if self.carrier is None:
@@ -591,7 +599,7 @@ class _Staged:
             whole: NDArray[np.uint8] = self.memory.numpy()
         else:
             self.memory, whole = self.carrier.host, self.carrier.bytes
-        for about, each in zip(self.about_numbers, numbers, strict=True):
+        for about, each in zip(self.places.numbers, numbers, strict=True):
             # numpy has no bfloat16; what is copied are its bits.
             values = (each.view(torch.int16) if each.dtype is torch.bfloat16 else each).numpy()
             whole[about.at : about.end].view(values.dtype).reshape(values.shape)[...] = values
@@ -613,24 +621,21 @@ class DeviceBatch:
         self,
         gatherer: DeviceGatherer,
         buffer: Tensor,
-        ends: Sequence[int],
+        places: _Places,
         placed: _Placed,
         batch_size: int,
         *,
         plain: bool,
         shared: bool,
         host_ids: Tensor | None = None,
-        numbers: Sequence[_SentNumber] = (),
-        carrier: Carrier | None = None,
     ) -> None:
         self.host_ids = host_ids
         """The same ids in host memory; None for a `twin`, and where a carrier's memory may have others by
         now."""
-        self.carrier = carrier
+        self.carrier: Carrier | None = None
         """Whose memory it has; None if that is its own."""
-        _, two, three, four, five = ends
-        self._ends = ends
-        self._about_numbers = numbers
+        self._places = places
+        _, two, three, four, five = places.ends
         self._placed = placed
         self._tables: tuple[Tensor, Tensor] | None = None
         self.batch_size = batch_size
@@ -663,18 +668,20 @@ class DeviceBatch:
     @cached_property
     def ids(self) -> Tensor:
         """int64, on the device: as they occur, table after table."""
-        return self._buffer[self._ends[0] : self._ends[1]].view(torch.int64)
+        first, end, *_ = self._places.ends
+        return self._buffer[first:end].view(torch.int64)
 
     @cached_property
     def occurring(self) -> Tensor:
         """int64 of shape (tables,), on the device: the ids of each table without those that pad it."""
-        one = self._ends[0]
+        one = self._places.ends[0]
         return self._buffer[one - 8 * len(self.sizes) : one].view(torch.int64)
 
     @cached_property
     def numbers(self) -> list[Tensor]:
         """What was sent along, on the device."""
-        return [self._buffer[one.at : one.end].view(one.dtype).view(one.shape) for one in self._about_numbers]
+        places = self._places.numbers
+        return [self._buffer[one.at : one.end].view(one.dtype).view(one.shape) for one in places]
 
     @property
     def nbytes(self) -> int:
@@ -783,12 +790,11 @@ class DeviceBatch:
         return DeviceBatch(
             self._gatherer,
             torch.empty_like(self._buffer),
-            self._ends,
+            self._places,
             self._placed,
             self.batch_size,
             plain=self._gather == "gather_plain",
             shared=self._shared,
-            numbers=self._about_numbers,
         )
 
     def refill(self, other: DeviceBatch) -> None:
