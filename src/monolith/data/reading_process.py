@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import concurrency
@@ -53,6 +54,7 @@ _AHEAD = 3  # batches that are read and not asked for yet
 _ALIGNED = 64  # bytes: tensors begin at multiples of this
 _SPARE = 1.25  # memory is this much larger than its first batch, since batches differ a little in size
 _LENGTH = struct.Struct("<Q")
+_AT_ONCE = 1 << 16  # bytes of messages that are received
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _PATIENCE = 1.0  # seconds that the process has to end by itself
 
@@ -72,48 +74,58 @@ class _Channel:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._lock = concurrency.Lock()  # messages are sent whole; logs come from any thread
+        self._received = bytearray()
+        self.files: list[int] = []
+        """All that were received, in the order in which they were sent."""
 
     def send(self, message: Any, files: Sequence[int] = ()) -> None:
         data = pickle.dumps(message)
+        data = _LENGTH.pack(len(data)) + data
         try:
             with self._lock:
-                socket.send_fds(self._end, [_LENGTH.pack(len(data))], list(files))
-                self._end.sendall(data)
+                sent = socket.send_fds(self._end, [data], list(files))
+                self._end.sendall(memoryview(data)[sent:])
         except OSError as cause:
             raise _GoneError from cause
 
-    def receive(self) -> tuple[Any, list[int]]:
-        """Wait for a message; returns it with its files."""
-        try:
-            head, files, _, _ = socket.recv_fds(self._end, _LENGTH.size, 1)
-            if not head:
+    def receive(self) -> Any:
+        """Wait for a message."""
+        while not self._has_whole():
+            try:
+                data, files, _, _ = socket.recv_fds(self._end, _AT_ONCE, 1)
+            except OSError as cause:
+                raise _GoneError from cause
+            if not data:
                 raise _GoneError
-            head += self._bytes(_LENGTH.size - len(head))
-            data = self._bytes(*_LENGTH.unpack(head))
-        except OSError as cause:
-            raise _GoneError from cause
-        return pickle.loads(data), files
+            self._received += data
+            self.files += files
+        (length,) = _LENGTH.unpack_from(self._received)
+        end = _LENGTH.size + length
+        message = pickle.loads(memoryview(self._received)[_LENGTH.size : end])
+        del self._received[:end]
+        return message
 
     def has_message(self) -> bool:
-        """Whether `receive` returns, or raises, at once."""
+        """Whether `receive` finds something, or raises, at once."""
+        if self._has_whole():
+            return True
         try:
             self._end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
+        except OSError:
+            pass  # `receive` says so
         return True
 
     def close(self) -> None:
         self._end.close()
+        for file in self.files:
+            os.close(file)
+        self.files = []
 
-    def _bytes(self, count: int) -> bytearray:
-        data = bytearray(count)
-        rest = memoryview(data)
-        while rest:
-            got = self._end.recv_into(rest)
-            if not got:
-                raise _GoneError
-            rest = rest[got:]
-        return data
+    def _has_whole(self) -> bool:
+        there = len(self._received) - _LENGTH.size
+        return there >= 0 and there >= _LENGTH.unpack_from(self._received)[0]
 
 
 # Batches as messages
@@ -124,7 +136,7 @@ class _Packer(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, batch: Batch) -> None:
         super().__init__(file, protocol=5)
-        self.tensors: list[tuple[int, Tensor]] = []
+        self.arrays: list[tuple[int, NDArray[Any]]] = []
         self.end = 0
         ids = batch.ids
         plain = len(ids.splits) == len(ids.ids) + 1 and ids.splits is one_each_splits(len(ids.ids))
@@ -135,26 +147,28 @@ class _Packer(pickle.Pickler):
             return None
         if item is self._plain_splits:
             return (len(item) - 1,)  # recognised by their identity, so they must be the same over there
-        at, data = self.end, item.detach().contiguous()
-        self.tensors.append((at, data))
-        self.end = -(-(at + data.numel() * data.element_size()) // _ALIGNED) * _ALIGNED
-        return at, data.dtype, tuple(data.shape)
+        at, data = self.end, item.detach()
+        no_array = data.dtype is torch.bfloat16  # numpy does not have it
+        values = (data.view(torch.int16) if no_array else data).numpy()
+        end = at + values.nbytes
+        self.arrays.append((at, values))
+        self.end = -(-end // _ALIGNED) * _ALIGNED
+        return at, end, None if no_array else values.dtype, values.shape
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, data: bytes, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def __init__(self, data: bytes, memory: NDArray[np.uint8]) -> None:
         super().__init__(io.BytesIO(data))
         self._memory = memory
 
     def persistent_load(self, about: Any) -> Tensor:
         if len(about) == 1:
             return one_each_splits(about[0])
-        at, dtype, shape = about
-        count = int(np.prod(shape))
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        # The tensor keeps the array, and the array's end says that its memory is free.
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=at).view(shape)
+        at, end, dtype, shape = about
+        # Sliced as an array: to view a tensor hands the interpreter over. The tensor keeps the whole array,
+        # whose end says that its memory is free.
+        found = torch.from_numpy(self._memory[at:end].view(dtype or np.int16).reshape(shape))
+        return found if dtype is not None else found.view(torch.bfloat16)
 
 
 # The process that reads
@@ -165,11 +179,11 @@ class _Slots:
 
     def __init__(self) -> None:
         self._files: list[int] = []
-        self._memory: list[mmap.mmap] = []
+        self._memory: list[NDArray[np.uint8]] = []
         self.free: list[int] = []
 
-    def write(self, parts: Sequence[tuple[int, Tensor]], size: int) -> tuple[int, int, list[int]]:
-        """Write tensors to a free slot; returns its number, its size, and its file if it is a new one."""
+    def write(self, parts: Sequence[tuple[int, NDArray[Any]]], size: int) -> tuple[int, int, list[int]]:
+        """Write arrays to a free slot; returns its number, its size, and its file if it is a new one."""
         new: list[int] = []
         if self.free:
             number = self.free.pop()
@@ -178,19 +192,17 @@ class _Slots:
             self._files.append(os.memfd_create("monolith-batch"))
             self._memory.append(self._grown(number, size))
             new = self._files[number:]
-        if len(self._memory[number]) < size:
+        if self._memory[number].size < size:
             self._memory[number] = self._grown(number, size)
         memory = self._memory[number]
-        for at, tensor in parts:
-            if tensor.numel():
-                there = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)
-                there.copy_(tensor.view(-1))
-        return number, len(memory), new
+        for at, values in parts:
+            memory[at : at + values.nbytes].view(values.dtype).reshape(values.shape)[...] = values
+        return number, memory.size, new
 
-    def _grown(self, number: int, size: int) -> mmap.mmap:
+    def _grown(self, number: int, size: int) -> NDArray[np.uint8]:
         room = max(int(size * _SPARE), mmap.PAGESIZE)
         os.ftruncate(self._files[number], room)
-        return mmap.mmap(self._files[number], room)
+        return np.frombuffer(mmap.mmap(self._files[number], room), np.uint8)
 
 
 class _Reader:
@@ -210,7 +222,7 @@ class _Reader:
                 self._take_message()
 
     def _take_message(self) -> None:
-        (kind, *about), _ = self._channel.receive()
+        kind, *about = self._channel.receive()
         if kind == "read":
             self._read(*about)
         elif kind == "taken":
@@ -245,7 +257,7 @@ class _Reader:
         file = io.BytesIO()
         packer = _Packer(file, batch)
         packer.dump(batch)
-        slot, size, new = self._slots.write(packer.tensors, packer.end)
+        slot, size, new = self._slots.write(packer.arrays, packer.end)
         about = slot, size, packer.end, file.getvalue()
         self._channel.send(("batch", number, about, stream.position(), stream.bad_records()), new)
         self._unread += 1
@@ -338,7 +350,6 @@ class ReadingProcess:
         self._channel = _Channel(mine)
         self._closed = False
         self._number = 0
-        self._files: list[int] = []
         self._memory: list[mmap.mmap] = []
         self._freed: deque[int] = deque()
         """Slots that no tensor uses any more; put here by any thread."""
@@ -359,7 +370,7 @@ class ReadingProcess:
         if self._closed:
             return
         self._closed = True
-        self._release()
+        self._channel.close()
         deadline = concurrency.monotonic() + _PATIENCE
         while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
             if concurrency.monotonic() > deadline:  # it waits for its source
@@ -388,14 +399,13 @@ class ReadingProcess:
             DataError: The process has ended.
         """
         while True:
-            message, files = self._receive()
-            kind, *about = message
+            kind, *about = self._receive()
             if kind == "log":
                 self._write(about[0])
                 continue
             if kind == "batch":
                 slot, size, used, data = about[1]
-                batch = self._batch(slot, size, used, data, files)
+                batch = self._batch(slot, size, used, data)
                 if about[0] == number:
                     self._send("taken", self._take_freed())
                     return batch, *about[2:]
@@ -411,21 +421,14 @@ class ReadingProcess:
             while self.next(number)[0] is not None:
                 pass
 
-    def _release(self) -> None:
-        self._channel.close()
-        for file in self._files:
-            os.close(file)
-        self._files = []
-
     def _take_freed(self) -> list[int]:
         return [self._freed.popleft() for _ in range(len(self._freed))]
 
-    def _batch(self, slot: int, size: int, used: int, data: bytes, files: Sequence[int]) -> Batch:
-        self._files += files  # of a new slot: they are numbered in the order of their first use
-        if slot == len(self._memory):
-            self._memory.append(mmap.mmap(self._files[slot], size))
+    def _batch(self, slot: int, size: int, used: int, data: bytes) -> Batch:
+        if slot == len(self._memory):  # a new one: they are numbered in the order of their first use
+            self._memory.append(mmap.mmap(self._channel.files[slot], size))
         elif len(self._memory[slot]) < size:
-            self._memory[slot] = mmap.mmap(self._files[slot], size)
+            self._memory[slot] = mmap.mmap(self._channel.files[slot], size)
         memory = np.frombuffer(self._memory[slot], np.uint8, used)
         freed = weakref.finalize(memory, self._freed.append, slot)
         freed.atexit = False
@@ -445,7 +448,7 @@ class ReadingProcess:
         except _GoneError as cause:
             raise self._ended() from cause
 
-    def _receive(self) -> tuple[Any, list[int]]:
+    def _receive(self) -> Any:
         try:
             return self._channel.receive()
         except _GoneError as cause:
@@ -458,7 +461,7 @@ class ReadingProcess:
             _, status = os.waitpid(self._pid, 0)
             code = os.waitstatus_to_exitcode(status)
             how = f"ended with status {code}" if code >= 0 else f"was killed by signal {-code}"
-            self._release()
+            self._channel.close()
         return DataError(
             f"the process that reads the data {how}. If the machine has no memory left for it, lower "
             "data.threads, or set train.reading_process to false; the same command resumes the run"

@@ -45,7 +45,8 @@ class ThreadsConfig(Checked):
     """The number of threads that torch uses; None leaves it to torch."""
 
     intra_op: int | None = None
-    """Threads that share one operation of torch; None is as many as there are cores."""
+    """Threads that share one operation of torch. None is one for each core, or for every second one where a
+    process of 8 cores or more computes on them: then the others read, and look rows up."""
     inter_op: int | None = None
     """Operations of torch that run at a time; None leaves it to torch."""
 

@@ -42,15 +42,13 @@ from monolith.runtime.launch import MARK
 from monolith.runtime.local_profile import profiled_by_user
 from monolith.runtime.publish_shard import PublishPlan
 from monolith.runtime.status import OwnStatus
-from monolith.runtime.task_setup import prepared_task, set_threads
+from monolith.runtime.task_setup import MANY_CORES, prepared_task, set_threads
 from monolith.train import Hook, Task, TrainConfig
 from monolith.train.hooks import LiveLineHook, ProfilerHook, TrainStatus
 from monolith.train.hooks.live_line import LiveValues, Outlook, gauge_status
 from monolith.train.hooks.profiling import FIRST_STEP, WINDOW_STEPS
 from monolith.train.hooks.save_timing import SaveListener
 
-CORES_TO_READ_ELSEWHERE = 8
-"""With fewer cores, threads that read are few, and a second interpreter would only take memory."""
 GAUGE_EVERY = timedelta(seconds=1)
 SAY_EVERY = timedelta(seconds=15)
 """How often a wait for other processes is reported while nothing changes."""
@@ -93,7 +91,8 @@ class Process:
 def run_process(run: RunContext) -> RunResult:
     """Do the part of a run that its config assigns to this process; see `Run.run`."""
     config, environ, output = run.config, run.environ, run.output
-    set_threads(config.threads)
+    computes = config.cluster.role == "worker" and config.train.accelerator in (None, "cpu")
+    set_threads(config.threads, shares_cores=computes and "OMP_NUM_THREADS" not in environ)
     _keep_freed_memory()
     task, config = prepared_task(run.task, config, say=output.say, warn=output.warn)
     hooks = config.train.hooks.with_environment(environ)
@@ -146,7 +145,7 @@ def reads_elsewhere(task: Task, config: RunConfig) -> bool:
         plain = isinstance(task, ConfigTask) and not (
             task.data.live or task.data.queue or task.builds_histories
         )
-        return plain and usable_cores() >= CORES_TO_READ_ELSEWHERE and may_fork()
+        return plain and usable_cores() >= MANY_CORES and may_fork()
     if not may_fork():
         raise ConfigError(
             "train.reading_process: a process that has threads cannot start one that reads, and only Linux "

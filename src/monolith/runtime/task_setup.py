@@ -20,6 +20,7 @@ from monolith.data.config import DataConfig
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature
 from monolith.feature.spec import AnyFeature
+from monolith.observe.machine import usable_cores
 from monolith.runtime.checkpoints import newest_checkpoint
 from monolith.runtime.cluster_config import JobConfig
 from monolith.runtime.config import CONFIG_TASK, RETRIEVAL_TASK, RunConfig, ThreadsConfig
@@ -322,9 +323,22 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def set_threads(threads: ThreadsConfig) -> None:
-    """Set the threads of torch's own operations, of this process."""
+MANY_CORES = 8
+"""Of a machine on which torch, and what reads for it, need not share all cores."""
+
+
+def set_threads(threads: ThreadsConfig, *, shares_cores: bool = False) -> None:
+    """Set the threads of torch's own operations, of this process.
+
+    Args:
+        shares_cores: Whether it computes on cores that it also needs to read and to look rows up, and its
+            user has not said with how many.
+    """
     if threads.intra_op is not None:
         torch.set_num_threads(threads.intra_op)
+    elif shares_cores and usable_cores() >= MANY_CORES:
+        # Each operation waits for the last of its threads. One that has to share its core with a thread that
+        # reads holds up all others.
+        torch.set_num_threads(usable_cores() // 2)
     if threads.inter_op is not None and torch.get_num_interop_threads() != threads.inter_op:
         torch.set_num_interop_threads(threads.inter_op)
