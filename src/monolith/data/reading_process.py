@@ -56,12 +56,17 @@ _SPARE = 1.25  # memory is this much larger than its first batch, since batches 
 _LENGTH = struct.Struct("<Q")
 _AT_ONCE = 1 << 16  # bytes of messages that are received
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_LOOK_EVERY = 0.1  # seconds between two answers to which part of the data is read
 _PATIENCE = 1.0  # seconds that the process has to end by itself
 
 
 def may_fork() -> bool:
     """Whether this process may start one that reads: on Linux, as long as it has no other thread."""
     return hasattr(os, "memfd_create") and threading.active_count() == 1
+
+
+_Standing = tuple[Position, dict[str, int], float | None]
+"""After a batch: the position, counts of bad records, and which part of the data is read, now and then."""
 
 
 class _GoneError(Exception):
@@ -214,6 +219,7 @@ class _Reader:
         self._slots = _Slots()
         self._unread = 0
         self._stopped = False
+        self._look_again_at = 0.0
 
     def serve(self) -> None:
         """Do what messages ask for, until the training process is gone."""
@@ -247,7 +253,7 @@ class _Reader:
                         if self._stopped:
                             break
                         self._send(number, batch, stream)
-                self._channel.send(("end", number, stream.position(), stream.bad_records()))
+                self._channel.send(("end", number, None, *self._standing(stream, at_end=True)))
         except _GoneError:
             raise
         except Exception as cause:
@@ -259,8 +265,16 @@ class _Reader:
         packer.dump(batch)
         slot, size, new = self._slots.write(packer.arrays, packer.end)
         about = slot, size, packer.end, file.getvalue()
-        self._channel.send(("batch", number, about, stream.position(), stream.bad_records()), new)
+        self._channel.send(("batch", number, about, *self._standing(stream)), new)
         self._unread += 1
+
+    def _standing(self, stream: Stream[Batch], *, at_end: bool = False) -> _Standing:
+        """Return what the training process cannot ask its own stream, which is not read."""
+        now, position = concurrency.monotonic(), stream.position()
+        looks = at_end or now >= self._look_again_at
+        if looks:
+            self._look_again_at = now + _LOOK_EVERY
+        return position, stream.bad_records(), stream.fraction_read(position) if looks else None
 
 
 class _ForwardedLogs(logging.handlers.QueueHandler):
@@ -391,8 +405,8 @@ class ReadingProcess:
         self._send("read", self._number, given, tuple(columns), at)
         return self._number
 
-    def next(self, number: int) -> tuple[Batch | None, Position, dict[str, int]]:
-        """Return the next batch, the position after it and counts of bad records; None at the end.
+    def next(self, number: int) -> tuple[Batch | None, _Standing]:
+        """Return the next batch, and what holds after it; None at the end.
 
         Raises:
             Exception: What reading raised there.
@@ -408,11 +422,11 @@ class ReadingProcess:
                 batch = self._batch(slot, size, used, data)
                 if about[0] == number:
                     self._send("taken", self._take_freed())
-                    return batch, *about[2:]
+                    return batch, (about[2], about[3], about[4])
             elif about[0] == number:
                 if kind == "error":
                     raise _raised(*about[1:])
-                return None, *about[1:]
+                return None, (about[2], about[3], about[4])
 
     def stop(self, number: int) -> None:
         """Have the process read no more, and drop what it has read."""
@@ -479,6 +493,7 @@ class _ReadElsewhere(Stage[Batch, Batch]):
         self._position: Position | None = None  # None: that of the source
         self._moved = False
         self._bad: dict[str, int] = {}
+        self._fraction: float | None = None
         self._reading: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -488,10 +503,12 @@ class _ReadElsewhere(Stage[Batch, Batch]):
         number = self._reading = self._process.begin(self._given, self._columns, at)
         while True:
             try:
-                batch, self._position, self._bad = self._process.next(number)
+                batch, (self._position, self._bad, fraction) = self._process.next(number)
             except BaseException:
                 self._reading = None
                 raise
+            if fraction is not None:
+                self._fraction = fraction
             if batch is None:
                 break
             yield batch
@@ -505,7 +522,7 @@ class _ReadElsewhere(Stage[Batch, Batch]):
     def restore(self, position: Position) -> None:
         self._stop()
         super().restore(position)
-        self._position, self._moved = None, True
+        self._position, self._fraction, self._moved = None, None, True
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         self._stop()
@@ -517,6 +534,9 @@ class _ReadElsewhere(Stage[Batch, Batch]):
 
     def bad_records(self) -> dict[str, int]:
         return self._bad
+
+    def fraction_read(self, position: Position, records: int = 0) -> float | None:
+        return super().fraction_read(position, records) if self._fraction is None else self._fraction
 
     def close(self) -> None:
         self._stop()

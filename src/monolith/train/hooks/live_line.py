@@ -98,7 +98,7 @@ class LiveValues:
     """Metrics of the last evaluation, as "head/metric"."""
 
 
-class MeanLoss:
+class RunningLoss:
     """The mean loss of steps, kept where their losses are: only `take` waits for the device."""
 
     _AT_ONCE = 64  # losses that are added up together: to add each would be a launch in every step
@@ -163,7 +163,7 @@ class LiveLineHook(Hook):
         self._timer = timer
         self._examples = 0
         self._event_time = 0
-        self._loss = MeanLoss()
+        self._loss = RunningLoss()
         self._waiting: tuple[TrainStatus, concurrency.Future[dict[str, float]]] | None = None
         """What is to be shown as soon as its metrics are known."""
         self._shown = timer()

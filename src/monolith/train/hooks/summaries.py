@@ -16,7 +16,7 @@ from monolith.observe.summaries import SummaryWriter
 from monolith.table import TableStats
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.hooks.config import TrackingConfig
-from monolith.train.hooks.live_line import MeanLoss
+from monolith.train.hooks.live_line import RunningLoss
 from monolith.train.metrics.heads import HeadMetrics
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class SummaryHook(Hook):
         self._stats = stats
         self._clock = clock
         self._sinks: list[ScalarSink] = []
-        self._loss = MeanLoss()
+        self._loss = RunningLoss()
         self._waiting: tuple[int, dict[str, float], concurrency.Future[dict[str, float]]] | None = None
         """What is to be written as soon as its metrics are known: the step, and other values."""
         self._begin_span()
