@@ -327,14 +327,8 @@ class DataConfig(Checked):
         return self.watch is not None or self.kafka is not None
 
     @property
-    def batch_threads(self) -> int:
-        """How many threads make batches ahead."""
-        # Live batches would be older when they are trained on; a queue takes records read for trained.
-        return 0 if self.live or self.queue is not None else self.reading_threads
-
-    @property
     def reading_threads(self) -> int:
-        """How many threads parse: `threads`, settled for this machine."""
+        """How many threads parse, and make batches: `threads`, settled for this machine."""
         from monolith.data.files.reading_ahead import default_threads
 
         return default_threads() if self.threads is None else self.threads
@@ -598,7 +592,8 @@ class DataConfig(Checked):
         if self.columns:
             types = {name: dtype for name, dtype in types.items() if name in self.columns}
         decode = topics.decoder(types, self.reading_threads)
-        return KafkaSource(topics.reading(batch_size, self.max_wait), decode)
+        reading = topics.reading(batch_size, self.max_wait)
+        return KafkaSource(reading, decode, threads=self.reading_threads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
