@@ -262,8 +262,7 @@ class DataConfig(Checked):
     threads: int | None = None
     """How many threads read, parse, hash and pack records ahead of the training; None takes three of four
     cores of the machine, up to 16, and 0 reads in the thread that looks rows up. Batches and their order do
-    not depend on it. Data that arrives as it happens, and files of a queue, are parsed by as many, but no
-    batch is made ahead."""
+    not depend on it. A batch of data that arrives as it happens never waits for later records."""
     queue: str | None = None
     """A local folder that all workers see: they lease files from a queue in it, so that a fast worker reads
     more. None assigns the files beforehand."""
