@@ -22,7 +22,7 @@ from services.servers import free_port, wait_until
 
 from monolith import native
 from monolith.config import Secret
-from monolith.data import HistoryConfig, Pipeline, Records, Shard, ShuffleConfig
+from monolith.data import BatchSpec, HistoryConfig, Pipeline, Records, Shard, ShuffleConfig
 from monolith.data.format import BadRecord
 from monolith.data.formats.memory import ColumnType
 from monolith.data.kafka import (
@@ -39,6 +39,7 @@ from monolith.data.kafka import (
 )
 from monolith.data.kafka import source as kafka_source
 from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
+from monolith.feature import Batch
 from monolith.observe import Metrics
 from monolith.tensors import RaggedTensor
 
@@ -843,6 +844,91 @@ def test_an_outage_is_named_after_a_deadline_and_so_are_messages_that_are_gone(
         assert position["offsets"] == {topic: {"0": 100}}
         with pytest.raises(RestoreError, match="the broker has messages 0 to 2; the topic was recreated"):
             source.restore(position)
+
+
+# Batches made ahead
+
+BATCHES = BatchSpec(ids=("id",), labels={})
+
+
+def batch_ids(batch: Batch) -> list[int]:
+    return batch.ids["id"].flat_values.tolist()
+
+
+def test_batches_are_made_ahead_where_a_run_says_which_partitions_to_read_and_not_in_a_group() -> None:
+    settings = KafkaConfig(servers=("nowhere:1",), topics=("clicks",), group="us")
+    group = KafkaSource(settings, decode, threads=3)
+    assert group.batch_threads == 0
+    batches = Pipeline(group).to_batches(BATCHES)
+    batches.read_shard(Shard(0, 2))  # a run does this after the batches were made
+    assert batches.batch_threads == 3
+    assert KafkaSource(replace(settings, assignment=ALL), decode, threads=3).batch_threads == 3
+    assert KafkaSource(replace(settings, assignment=ALL), decode).batch_threads >= 1
+
+
+def test_batches_made_ahead_hold_each_message_once_however_often_reading_stops(
+    kafka: Kafka, send: Callable[..., None]
+) -> None:
+    topic = kafka.create_topic(partitions=3)
+    for partition in range(3):
+        send(topic, range(partition * 1000, partition * 1000 + 100), partition)
+    settings = config(kafka, topic, poll_batch=16)
+    position, found = None, list[int]()
+    for stop in (2, 1, 5, None):
+        batches = Pipeline(KafkaSource(settings, decode, threads=3)).to_batches(BATCHES)
+        with closing(batches):
+            if position is not None:
+                batches.restore(position)
+            for batch in itertools.islice(batches, stop):
+                found += batch_ids(batch)
+                position = batches.position()  # as a checkpoint after each step; a kill may follow
+    assert len(found) == 300
+    for partition in range(3):
+        first = partition * 1000
+        assert [number for number in found if number // 1000 == partition] == list(range(first, first + 100))
+
+
+def test_a_message_gets_its_batch_before_the_next_is_sent_and_a_poll_ends_when_it_has_to(
+    kafka: Kafka, topic: str, send: Callable[..., None]
+) -> None:
+    long = timedelta(seconds=60)
+    settings = config(kafka, topic, stream_timeout=None, poll_timeout=long)
+    begin = time.monotonic()
+    with KafkaSource(settings, decode, threads=2) as source:
+        batches = Pipeline(source).to_batches(BATCHES)
+        reading = iter(batches)
+        for number in range(3):
+            send(topic, [number])
+            assert batch_ids(next(reading)) == [number]
+            assert batches.position()["offsets"] == {topic: {"0": number + 1}}
+        position = batches.position()
+        position["offsets"][topic]["0"] = 1
+        batches.restore(position)  # while the source is polled
+        reading = iter(batches)
+        assert batch_ids(next(reading)) == [1, 2]
+    assert time.monotonic() - begin < long.total_seconds()  # and closed
+
+
+def test_on_bad_is_called_by_one_thread_at_a_time() -> None:
+    places: list[int] = []
+    bad = BadRecord(1, "of a thread that makes batches", b"")
+
+    def on_bad(record: BadRecord) -> None:
+        if not places:
+            places.append(record.place)
+            other.start()
+            other.join(0.1)
+            places.append(record.place)
+        else:
+            places.append(record.place)
+
+    source = KafkaSource(
+        KafkaConfig(servers=("nowhere:1",), topics=("clicks",), group="us"), decode, on_bad=on_bad
+    )
+    other = threading.Thread(target=source.reject, args=([bad],))
+    source.reject([BadRecord(0, "of another", b"")])
+    other.join()
+    assert places == [0, 0, 1]
 
 
 # The sink

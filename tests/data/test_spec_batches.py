@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ from monolith.data import (
     make_batch,
 )
 from monolith.data.bad_values import BadTally
-from monolith.data.files.discovery import Watch
-from monolith.data.files.work_queue import LocalFileQueue
 from monolith.data.formats import CsvFormat, JsonLinesFormat, ParquetFormat
 from monolith.data.formats.memory import MemorySource
 from monolith.data.pipeline import Batches
@@ -332,20 +329,13 @@ def test_a_task_in_python_reads_with_as_many_threads_as_one_of_a_config_file(cli
     assert FileSource(files, CsvFormat(), batch_size=8).batch_threads == many
     assert DataConfig(path=str(clicks / "*.csv"), threads=5).source(8).batch_threads == 5
     assert Pipeline(FileSource(files, CsvFormat(), batch_size=8)).rebatch(4).batch_threads == many
+    assert Pipeline(ListSource([records(x=[[1]])])).batch_threads == 0
     task = Clicks(clicks, COLUMNS)
     next(iter(task.dataset(Mode.TRAIN)))
     assert task.ran_on == {"prefetch"}
     task = Clicks(clicks, COLUMNS, 0)
     next(iter(task.dataset(Mode.TRAIN)))
     assert task.ran_on == {threading.current_thread().name}
-
-
-def test_no_batch_is_made_ahead_of_data_that_arrives_and_of_a_queue(clicks: Path) -> None:
-    watch = Watch(str(clicks / "*.csv"), stop_after=timedelta(0))
-    assert FileSource(watch, CsvFormat(), batch_size=8).batch_threads == 0
-    queue = LocalFileQueue([str(path) for path in clicks.glob("*.csv")])
-    assert FileSource(queue, CsvFormat(), batch_size=8).batch_threads == 0
-    assert Pipeline(ListSource([records(x=[[1]])])).batch_threads == 0
 
 
 def test_batches_made_ahead_come_again_after_a_restart_and_after_an_early_stop(tmp_path: Path) -> None:

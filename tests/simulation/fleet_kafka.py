@@ -32,6 +32,7 @@ class CountingKafka(Counting):
     """Counts the messages of a topic."""
 
     broker: SimKafka | None = None
+    threads: int = 0
 
     def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
         assert self.broker is not None
@@ -46,7 +47,7 @@ class CountingKafka(Counting):
             connect_timeout=timedelta(minutes=5),
             settings={"session.timeout.ms": 6000, "heartbeat.interval.ms": 1000},
         )
-        return Pipeline(KafkaSource(config, decode)).to_batches(SPEC)
+        return Pipeline(KafkaSource(config, decode, threads=self.threads)).to_batches(SPEC)
 
 
 def fleet_kafka(seed: int, *, traced: bool = False) -> SimCluster:
@@ -54,7 +55,7 @@ def fleet_kafka(seed: int, *, traced: bool = False) -> SimCluster:
     shape = FleetShape.drawn(seed, keep_going=False)
     cluster = SimCluster(seed, Faults.drawn(seed), traced=traced)
     broker = SimKafka(cluster.network)
-    task = CountingKafka(batches=shape.batches, broker=broker)
+    task = CountingKafka(batches=shape.batches, broker=broker, threads=seed % 4)
     partitions = 1 + seed % 4
     broker.create_topic(TOPIC, partitions)
     for number in range(task.records):

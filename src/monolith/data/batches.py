@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from monolith.concurrency import Future, ThreadPoolExecutor
 from monolith.data.bad_values import BadRecords, BadTally, BadValues
 from monolith.data.format import BadRecord
+from monolith.data.live_ahead import InWork, LiveAhead
 from monolith.data.records import (
     BatchMaker,
     BatchSpec,
@@ -33,13 +35,8 @@ from monolith.errors import DataError
 from monolith.feature import Batch, FeatureSpec
 from monolith.feature.spec.reading import Reading
 
-
-class _Started(NamedTuple):
-    """Records that a thread works on, and the position after them."""
-
-    records: Records
-    reading: Future[Any]
-    position: Position
+_CLOSE_S = 5.0
+"""How long `close` waits for a thread that reads the source, before it closes that."""
 
 
 class BatchStage(Stage[Batch, Records]):
@@ -49,15 +46,22 @@ class BatchStage(Stage[Batch, Records]):
     an order (which columns were seen, how many records were bad) is done here, batch by batch, so results do
     not depend on the number of threads:
 
-        upstream ──records──► threads: _work ──in order──► bad records dropped, Batch
+        upstream ──records──► threads: work ──in order──► bad records dropped, Batch
 
-    The upstream is then ahead of the consumer, so this stage keeps the position of the consumer itself.
+    The upstream is then ahead of the consumer, so this stage keeps the position of the consumer itself. Data
+    that waits for nothing but its own reading (`repeats_order`) is read by the thread that iterates. Other
+    data may have nothing for now, while batches are ready: a thread of its own reads it (`LiveAhead`), until
+    this stage is restored or closed, or the data ends.
+
+    Args:
+        threads: None asks the upstream when reading begins.
     """
 
-    def __init__(self, source: Stream[Records], threads: int) -> None:
+    def __init__(self, source: Stream[Records], threads: int | None) -> None:
         super().__init__(source)
         self._threads = threads
         self._position: Position | None = None  # of the consumer; None: that of the upstream
+        self._ahead: LiveAhead[Any] | None = None
         self._resumed = False
         self._raw: PassThroughColumns | None = None
         self._dropped = BadTally()  # since the last time reading began
@@ -67,13 +71,18 @@ class BatchStage(Stage[Batch, Records]):
         """Return the batch maker of one iteration."""
 
     @abstractmethod
-    def _work(self, records: Records) -> Any:
-        """Do the work on some records that needs no order; the maker takes the result. On any thread."""
+    def _work(self) -> Callable[[Records], Any]:
+        """Return what does the work on some records that needs no order, on any thread; the maker takes its
+        result. It does not refer to this stage, which can then be forgotten while it is being read."""
 
     def __iter__(self) -> Iterator[Batch]:
-        if not self._threads:
-            make = self._maker()
-            self._dropped = make.tally
+        threads = self._source.batch_threads if self._threads is None else self._threads
+        if threads and not self._source.repeats_order:
+            yield from self._made_of_live(threads)
+            return
+        make = self._maker()
+        self._dropped = make.tally
+        if not threads:
             with closed_after(self._source) as batches:
                 for each in batches:
                     made = make(each)
@@ -81,47 +90,101 @@ class BatchStage(Stage[Batch, Records]):
                         yield made
             make.end()
             return
-        if self._position is not None and self._source.position() != self._position:
-            self._source.restore(self._position)  # it was read further than was yielded
-        make = self._maker()
-        self._dropped = make.tally
-        started: deque[_Started] = deque()
-        pool = ThreadPoolExecutor(self._threads, "monolith-batch")
+        with closing(self._pulled(threads)) as started:
+            for one in started:
+                made = make(one.records, one.work)
+                self._position = one.position
+                if made is not None:
+                    yield made
+        make.end()
+        self._position = None
+
+    def _pulled(self, threads: int) -> Generator[InWork[Any]]:
+        """Read records in this thread, as far ahead as threads have work."""
+        self._return_to_consumer()
+        work, started = self._work(), deque[InWork[Any]]()
+        pool = ThreadPoolExecutor(threads, "monolith-batch")
         try:
             with closed_after(self._source) as batches:
                 self._position = self._source.position()
                 ended = False
                 while started or not ended:
                     # One more than threads, so that each has work while the oldest is waited for.
-                    while not ended and len(started) <= self._threads:
+                    while not ended and len(started) <= threads:
                         records = next(batches, None)
                         if records is None:
                             ended = True
                         else:
-                            reading = pool.submit(self._work, records)
-                            started.append(_Started(records, reading, self._source.position()))
+                            reading = pool.submit(work, records)
+                            started.append(InWork(records, reading, self._source.position()))
                     if started:
-                        one = started.popleft()
-                        made = make(one.records, one.reading)
-                        self._position = one.position
-                        if made is not None:
-                            yield made
-            make.end()
-            self._position = None
+                        yield started.popleft()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def _made_of_live(self, threads: int) -> Iterator[Batch]:
+        ahead = self._ahead
+        if ahead is None or ahead.closed:
+            self._return_to_consumer()
+            self._position = self._source.position()
+            self._ahead = ahead = LiveAhead(self, self._source, self._work(), threads)
+        make = self._maker()
+        self._dropped = make.tally
+        while True:
+            try:
+                one = ahead.take()
+                if one is None:
+                    break
+                made = make(one.records, one.work)
+            except BaseException:
+                ahead.close()  # records read ahead are dropped; the next iteration reads them again
+                raise
+            self._position = one.position
+            if made is not None:
+                yield made  # a consumer that stops here resumes with the records read ahead
+        self._stop()
+        make.end()
+        self._position = None
+
+    def _return_to_consumer(self) -> None:
+        """Move the upstream to the position of the consumer, if it was read further."""
+        self._stop()
+        if self._position is not None and self._source.position() != self._position:
+            self._source.restore(self._position)
+
+    def _stop(self) -> None:
+        """Return when no other thread reads the upstream."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return
+        ahead.close()
+        if not ahead.join():
+            self._ahead = ahead
+            raise DataError(
+                "pipeline: the source is still being read by a thread that waits for data, so it cannot be "
+                "read from another place; make a new one"
+            )
 
     def position(self) -> Position:
         return super().position() if self._position is None else self._position
 
     def restore(self, position: Position) -> None:
+        self._stop()
         super().restore(position)
         self._position = None
         self._resumed = True
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        self._stop()
         self._position = None
         return super().redistribute(positions, workers)
+
+    def close(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+            ahead.join(_CLOSE_S)
+        super().close()
 
     def keep_columns(self, names: Sequence[str]) -> bool:
         self._raw = PassThroughColumns(names)
@@ -134,13 +197,13 @@ class BatchStage(Stage[Batch, Records]):
 class ColumnBatches(BatchStage):
     """Batches by a `BatchSpec`."""
 
-    def __init__(self, source: Stream[Records], spec: BatchSpec, threads: int = 0) -> None:
+    def __init__(self, source: Stream[Records], spec: BatchSpec, threads: int | None = 0) -> None:
         super().__init__(source, threads)
         self._spec = spec
         self._make = BatchMaker(spec)
 
-    def _work(self, records: Records) -> None:
-        next(iter(records.columns.values()), None)  # moves the values of all columns
+    def _work(self) -> Callable[[Records], None]:
+        return _move_values
 
     def _maker(self) -> ColumnBatchMaker:
         bad = BadValues(self._spec, self.reject, first_empty=self._source.find_empty_cell)
@@ -161,12 +224,12 @@ class ColumnBatches(BatchStage):
 class SpecBatches(BatchStage):
     """Batches by a `FeatureSpec`."""
 
-    def __init__(self, source: Stream[Records], spec: FeatureSpec, threads: int = 0) -> None:
+    def __init__(self, source: Stream[Records], spec: FeatureSpec, threads: int | None = 0) -> None:
         super().__init__(source, threads)
         self._spec = spec
 
-    def _work(self, records: Records) -> Reading:
-        return self._spec.reader.read(records)
+    def _work(self) -> Callable[[Records], Reading]:
+        return self._spec.reader.read
 
     def _maker(self) -> SpecBatchMaker:
         return SpecBatchMaker(
@@ -322,6 +385,11 @@ class SpecBatchMaker:
         self._spec.reader.empty.tell()
         if not self._resumed:
             self._check.end()
+
+
+def _move_values(records: Records) -> None:
+    """Move the values of all columns, which happens when the first is asked for."""
+    next(iter(records.columns.values()), None)
 
 
 def _check_of(spec: FeatureSpec) -> ColumnCheck:

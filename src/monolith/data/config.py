@@ -262,8 +262,7 @@ class DataConfig(Checked):
     threads: int | None = None
     """How many threads read, parse, hash and pack records ahead of the training; None takes three of four
     cores of the machine, up to 16, and 0 reads in the thread that looks rows up. Batches and their order do
-    not depend on it. Data that arrives as it happens, and files of a queue, are parsed by as many, but no
-    batch is made ahead."""
+    not depend on it. A batch of data that arrives as it happens never waits for later records."""
     queue: str | None = None
     """A local folder that all workers see: they lease files from a queue in it, so that a fast worker reads
     more. None assigns the files beforehand."""
@@ -327,14 +326,8 @@ class DataConfig(Checked):
         return self.watch is not None or self.kafka is not None
 
     @property
-    def batch_threads(self) -> int:
-        """How many threads make batches ahead."""
-        # Live batches would be older when they are trained on; a queue takes records read for trained.
-        return 0 if self.live or self.queue is not None else self.reading_threads
-
-    @property
     def reading_threads(self) -> int:
-        """How many threads parse: `threads`, settled for this machine."""
+        """How many threads parse, and make batches: `threads`, settled for this machine."""
         from monolith.data.files.reading_ahead import default_threads
 
         return default_threads() if self.threads is None else self.threads
@@ -598,7 +591,8 @@ class DataConfig(Checked):
         if self.columns:
             types = {name: dtype for name, dtype in types.items() if name in self.columns}
         decode = topics.decoder(types, self.reading_threads)
-        return KafkaSource(topics.reading(batch_size, self.max_wait), decode)
+        reading = topics.reading(batch_size, self.max_wait)
+        return KafkaSource(reading, decode, threads=self.reading_threads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

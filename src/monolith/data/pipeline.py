@@ -172,18 +172,20 @@ class Pipeline(Stage[Records, Records]):
 
         Args:
             threads: How many gather, hash and pack batches ahead; the stages before it then run ahead in a
-                thread of their own. 0 does all of it when a batch is asked for. None takes as many as read
-                the files, and 0 for data that arrives as it happens, a queue of files, and sources of your
-                own. Batches, their order and positions do not depend on it.
+                thread of their own. 0 does all of it when a batch is asked for. None takes what the source
+                says: as many as read files, also those of a watch or a queue, or the messages of a run; 0
+                for a consumer group and for sources of your own. Batches, their order and positions do not
+                depend on it. A batch of data that arrives as it happens never waits for later records.
         """
-        threads = self._source.batch_threads if threads is None else threads
-        if threads < 0:
+        if threads is not None and threads < 0:
             raise ConfigError(f"pipeline: threads must be 0 or more, got {threads}")
         if isinstance(spec, FeatureSpec):
             batches = Batches(SpecBatches(self._source, spec, threads))
         else:
             batches = Batches(ColumnBatches(self._source, spec, threads))
-        return batches.prefetch(_BATCHES_AHEAD) if threads else batches
+        # Ready batches of a live stream would only get older.
+        ahead = self._source.repeats_order and (self._source.batch_threads if threads is None else threads)
+        return batches.prefetch(_BATCHES_AHEAD) if ahead else batches
 
     def __iter__(self) -> Iterator[Records]:
         return iter(self._source)

@@ -43,6 +43,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from monolith.concurrency import Event
 from monolith.data.format import BadRecord
 from monolith.data.records import Records
 from monolith.data.shuffling import Epochs
@@ -187,6 +188,13 @@ class Stream(ABC, Generic[Item_co]):
     def close(self) -> None:
         """Release files, threads and connections. Closing again does nothing."""
 
+    def read_until(self, stop: Event) -> None:
+        """End the iterations from now on, in place of waiting for data, once an event is set.
+
+        Iterating again continues from the position. A source that never waits for others need not do it.
+        """
+        del stop
+
     # For whom, which part of the data, and how often. All are called before the first use, or never.
 
     def read_for(self, run: str) -> None:
@@ -232,7 +240,8 @@ class Stream(ABC, Generic[Item_co]):
     def batch_threads(self) -> int:
         """How many threads may make batches of its records ahead of their use, if `to_batches` does not say.
 
-        0 unless a source overrides it: reading ahead is not for every source, as one of live events.
+        The source is then read by another thread than the one that trains, and further than was trained. 0
+        unless a source overrides it: it may count records as done that were read.
         """
         return 0
 
@@ -282,7 +291,10 @@ class Stream(ABC, Generic[Item_co]):
     # Bad records
 
     def reject(self, bad: Sequence[BadRecord]) -> None:
-        """Count records that a later stage found bad, and quarantine them if this source has a quarantine."""
+        """Count records that a later stage found bad, and quarantine them if this source has a quarantine.
+
+        Another thread may read the source meanwhile.
+        """
 
     def bad_records(self) -> dict[str, int]:
         """Return the causes for which records were dropped since reading began, each with its count."""
@@ -488,6 +500,9 @@ class Stage(Stream[Item_co], Generic[Item_co, In]):
     def close(self) -> None:
         self._source.close()
 
+    def read_until(self, stop: Event) -> None:
+        self._source.read_until(stop)
+
     def read_for(self, run: str) -> None:
         self._source.read_for(run)
 
@@ -566,7 +581,7 @@ class _Wrapped(Stream[T]):
     """An object that is not derived from `Stream`. This is the only place that probes for methods."""
 
     _METHODS = (
-        *("position", "restore", "commit", "close", "read_for", "read_shard", "read_epochs"),
+        *("position", "restore", "commit", "close", "read_until", "read_for", "read_shard", "read_epochs"),
         *(
             "size",
             "fraction_read",

@@ -215,8 +215,9 @@ class ConfigTask(Task):
         spec = self._read_by
         if mode is Mode.PREDICT:  # what is to be predicted may have labels, and need not
             spec = replace(spec, optional=tuple(dict.fromkeys([*spec.optional, *spec.targets])))
-        # Said here, because a data service in place of the files does not know how many.
-        return self.records(mode).to_batches(spec, threads=self.data.batch_threads)
+        # A stream knows by itself. A data service in place of files does not.
+        threads = None if self.data.live else self.data.reading_threads
+        return self.records(mode).to_batches(spec, threads=threads)
 
     @property
     def builds_histories(self) -> bool:

@@ -136,15 +136,16 @@ class FileSource(Source, WorkQueueSource):
             files = [files]
         if not isinstance(files, Sequence) and epochs != 1:
             raise ConfigError(f"file source: a watch or a queue is read once, got {epochs} epochs")
+        grows = False
         if isinstance(files, Watch) and files.grows:
+            grows = True  # little is appended at a time, and a file is opened for each of it
             if shuffle is not None:
                 raise ConfigError("file source: files that grow are read in their order; leave shuffle out")
             format = growing_text(format, files.patterns)  # noqa: A001  as above
-            threads = 0  # little is appended at a time, and a file is opened for each of it
         self._format = format
         self._columns = None if columns is None else list(columns)
         self._checks = RecordChecks(bad, self._columns, metrics)
-        self._reader = FileReader(format, self._columns, self._checks, threads)
+        self._reader = FileReader(format, self._columns, self._checks, 0 if grows else threads)
         self._batch_size = batch_size
         self._epochs = epochs
         self._shuffle = shuffle
@@ -155,6 +156,8 @@ class FileSource(Source, WorkQueueSource):
         self._closed = False
 
         # Which files are read. Of these, `_paths`, `_file_set`, `_progress` and `_pieces` are for lists only.
+        self._stop = concurrency.Event()
+        """Set to read no more in place of waiting."""
         self._order: FileOrder
         self._queue: LeasedFiles | None = None
         self._paths = sorted(files) if isinstance(files, Sequence) else None
@@ -185,6 +188,9 @@ class FileSource(Source, WorkQueueSource):
         """Lease files of a queue under the name of a run, unless `worker` or the shard gives a number."""
         if self._queue is not None:
             self._queue.read_for(run)
+
+    def read_until(self, stop: concurrency.Event) -> None:
+        self._stop = stop
 
     def read_shard(self, shard: Shard) -> None:
         """Read one shard: of a list or a watch, its files; of a queue, any files, under the worker's name."""
@@ -317,6 +323,8 @@ class FileSource(Source, WorkQueueSource):
         with closed_after(read) as blocks:
             for block in blocks:
                 waits = isinstance(block, FileCursor)  # there is nothing more for now
+                if waits and self._stop.is_set():
+                    return  # the cursor is before the records that were read and not yielded
                 if isinstance(block, Block):
                     had_some = not batcher.is_empty
                     for batch, self._cursor in batcher.add(block):
@@ -640,8 +648,8 @@ class FileSource(Source, WorkQueueSource):
 
     @property
     def batch_threads(self) -> int:
-        # Live batches would be older when they are trained on; a queue takes records read for trained.
-        return 0 if self._paths is None else self._threads
+        """As many as parse; 0 with `auto_commit`, which takes records that were read for trained."""
+        return 0 if self._queue is not None and self._queue.auto_commit else self._threads
 
     @property
     def trouble(self) -> str:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from monolith import concurrency
 from monolith.data.bad_values import BadTally
+from monolith.data.files.reading_ahead import default_threads
 from monolith.data.format import BadRecord
 from monolith.data.kafka.client import ANSWER_S, KafkaClient, OffsetCommits, partition_name
 from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig
@@ -100,16 +101,19 @@ class KafkaSource(Source, WorkQueueSource):
         on_revoke: Callable[[Position], None] | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = concurrency.monotonic,
+        threads: int | None = None,
     ) -> None:
         """
         Args:
-            on_bad: Is given each malformed message, with the offset as its place. What it raises ends the
-                iteration, and the position stays before the batch.
+            on_bad: Is given each malformed message, with the offset as its place, by one thread at a time.
+                What it raises ends the iteration, and the position stays before the batch.
             on_revoke: Is given the position of partitions that the group takes away. One that saves its state
                 and calls `commit` with this position has no message come again. If the group has taken them
                 away already, because this process was silent for too long, that commit has no effect.
             metrics: Where to show lag per partition and count messages.
             clock: Seconds that only grow.
+            threads: How many make batches ahead if `to_batches` does not say; see `batch_threads`. None takes
+                three of four cores of the machine, up to 16, as `data.threads` of a config does.
 
         Raises:
             MissingExtraError: confluent-kafka is not installed.
@@ -127,6 +131,13 @@ class KafkaSource(Source, WorkQueueSource):
         self._on_bad = on_bad
         self._on_revoke_hook = on_revoke
         self._clock = clock
+        self._threads = default_threads() if threads is None else threads
+        self._stop = concurrency.Event()
+        """Set to read no more in place of waiting."""
+        self._polling = concurrency.RLock()
+        """Held during a poll: a client must not be closed by another thread meanwhile."""
+        self._telling = concurrency.Lock()
+        """Held while `on_bad` is called: by the thread that reads, and by the one that makes batches."""
         self._closed = False
         strategy = str(config.settings.get("partition.assignment.strategy", ""))
         self._incremental = "cooperative" in strategy or config.settings.get("group.protocol") == "consumer"
@@ -172,6 +183,9 @@ class KafkaSource(Source, WorkQueueSource):
                 "kafka_bad_messages", "Messages that could not be read.", ("topic",)
             )
 
+    def read_until(self, stop: concurrency.Event) -> None:
+        self._stop = stop
+
     def read_shard(self, shard: Shard) -> None:
         """Read the partitions that are fixed for one worker; those that `assignment` names, if it does."""
         self._choice.choose(shard)
@@ -186,7 +200,7 @@ class KafkaSource(Source, WorkQueueSource):
         """
         self._start()
         quiet_since = self._clock()
-        while not self._interrupted:
+        while not self._interrupted and not self._stop.is_set():
             records = self._read(self._patience_s(quiet_since))
             self._report()
             self._commits.send(self._client, self._client.consumer)  # if the last attempt failed
@@ -247,6 +261,15 @@ class KafkaSource(Source, WorkQueueSource):
     def work_queue(self) -> WorkQueueSource | None:
         """This source, whose partitions the chief assigns to workers; None if `assignment` fixes them."""
         return None if self._choice.is_fixed else self
+
+    @property
+    def batch_threads(self) -> int:
+        """As many as `threads` says, if a run or `assignment` says which partitions to read; 0 in a group.
+
+        A group revokes partitions inside of a poll. `on_revoke` is then told how far was read, and what it
+        saves must be as far.
+        """
+        return self._threads if self._shard_is_chosen or self.config.assignment is not None else 0
 
     def defer_to_chief(self) -> None:
         self._by_chief = True
@@ -345,8 +368,12 @@ class KafkaSource(Source, WorkQueueSource):
         """Count messages that could be read and are bad all the same, and pass them to `on_bad`."""
         if self._count_bad is not None:
             self._count_bad.inc(len(bad), topic=",".join(self.config.topics))
+        for record in bad:
+            self._tell_bad(record)
+
+    def _tell_bad(self, record: BadRecord) -> None:
         if self._on_bad is not None:
-            for record in bad:
+            with self._telling:
                 self._on_bad(record)
 
     def bad_records(self) -> dict[str, int]:
@@ -360,7 +387,8 @@ class KafkaSource(Source, WorkQueueSource):
         again. Only offsets that a checkpoint contains are committed, if the broker takes them now.
         """
         self._closed = True
-        consumer = self._client.detach()
+        with self._polling:
+            consumer = self._client.detach()
         if consumer is not None:
             self._commits.flush(self._client, consumer)
             self._close_client(consumer)
@@ -525,18 +553,19 @@ class KafkaSource(Source, WorkQueueSource):
 
     def _read(self, timeout_s: float) -> Records | None:
         """Return the records of the next messages, which now count as yielded; None without a message."""
-        consumer = self._connect()
-        if self._ahead:
-            self._rewind(consumer)
-        self._ahead = True  # until every message of the client is accounted for
-        try:
-            messages = consumer.consume(1, timeout_s)
-            if messages and self.config.poll_batch > 1:
-                messages += consumer.consume(
-                    self.config.poll_batch - 1, self.config.batch_wait.total_seconds()
-                )
-        except self._client.library.KafkaException as cause:
-            raise DataError(f"kafka: the client of {self._described()} failed: {cause}") from cause
+        with self._polling:
+            consumer = self._connect()
+            if self._ahead:
+                self._rewind(consumer)
+            self._ahead = True  # until every message of the client is accounted for
+            try:
+                messages = consumer.consume(1, timeout_s)
+                if messages and self.config.poll_batch > 1:
+                    messages += consumer.consume(
+                        self.config.poll_batch - 1, self.config.batch_wait.total_seconds()
+                    )
+            except self._client.library.KafkaException as cause:
+                raise DataError(f"kafka: the client of {self._described()} failed: {cause}") from cause
         if (failure := self._failure or self._commits.failure) is not None:
             raise self._give_up(failure)
         # A poll may run callbacks that revoke partitions and, in the same call, return messages of them.
@@ -606,9 +635,8 @@ class KafkaSource(Source, WorkQueueSource):
             self._dropped.add(reason)
             if self._count_bad is not None:
                 self._count_bad.inc(topic=str(message.topic()))
-            if self._on_bad is not None:
-                place, payload = f"{_place(message)}: {reason}", message.value() or b""
-                self._on_bad(BadRecord(message.offset() or 0, place, payload))
+            place, payload = f"{_place(message)}: {reason}", message.value() or b""
+            self._tell_bad(BadRecord(message.offset() or 0, place, payload))
         if self._count is not None:
             for run in runs:
                 self._count.inc(len(run.messages), topic=run.partition[0])
@@ -628,7 +656,7 @@ class KafkaSource(Source, WorkQueueSource):
     def _patience_s(self, quiet_since: float) -> float:
         """Return how long the next poll may take."""
         poll_s = self.config.poll_timeout.total_seconds()
-        if self._by_chief:
+        if self._by_chief or self.config.assignment is not None:
             poll_s = min(poll_s, _POLL_INTERRUPTIBLE_S)
         left_s = self._silence_s() - (self._clock() - quiet_since)
         return min(poll_s, left_s) if left_s > 0 else poll_s

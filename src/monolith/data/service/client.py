@@ -85,6 +85,10 @@ class DataServiceSource(Source, WorkQueueSource):
         self._interrupted = concurrency.Event()
         # Of the iteration under way: set, it also ends calls that are being repeated until they are answered.
         self._stop = concurrency.Event()
+        self._until = concurrency.Event()
+
+    def read_until(self, stop: concurrency.Event) -> None:
+        self._until = stop
 
     def read_shard(self, shard: Shard) -> None:
         """Become one of several trainers, which together get all chunks."""
@@ -109,7 +113,7 @@ class DataServiceSource(Source, WorkQueueSource):
             return
         try:
             self._job = fetcher.job
-            for records in fetcher:
+            for records in fetcher.until(self._until):
                 self._turn += 1  # before the yield: a position taken meanwhile includes this chunk
                 yield records
         finally:
@@ -300,8 +304,9 @@ class _Fetcher:
         self._thread = concurrency.Thread(target=self._run, name=f"fetch-{settings.trainer}")
         self._thread.start()
 
-    def __iter__(self) -> Iterator[Records]:
-        while not self._stop.is_set():
+    def until(self, stop: concurrency.Event) -> Iterator[Records]:
+        """Yield chunks until the data or the iteration ends, or an event is set."""
+        while not self._stop.is_set() and not stop.is_set():
             try:
                 one = self._ready.get(timeout=POLL)
             except concurrency.Empty:
