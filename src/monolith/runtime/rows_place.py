@@ -1,10 +1,11 @@
 """Where the embedding rows of a run are while it trains, if its config leaves that open.
 
 A run of one process on a GPU begins with all rows there: that is fastest. But tables grow as long as new IDs
-come, and nobody knows at the start whether they will fit. So a run that finds no room goes on from its last
-checkpoint, with less on the device:
+come, and at the start it is not known whether they will fit. So a run that finds no room resumes from its
+last checkpoint, with less on the device:
 
-    on the device, as much as rows need ──no room──► there with a budget, and the rest in host memory
+    on the device, as much as rows need ──no room──► there with a budget, then half of it, then half of that;
+                    │                                the other rows in host memory
                     │                                                  │ no room
                     └──it cannot hold such tables──► in host memory ◄──┘
 """
@@ -27,6 +28,10 @@ from monolith.train.config import TrainConfig
 
 _log = logging.getLogger(__name__)
 
+MOST_BUDGETS = 3
+"""Budgets that are tried, each half of the one before, until all rows go to host memory: what else a step and
+a checkpoint need of the device is not known."""
+
 Less = Literal["budget", "host"]
 """What may be tried next: rows on the device up to a budget, or all of them in host memory."""
 
@@ -46,7 +51,8 @@ class RowsPlace:
     device: Device | None = None
     by_default: bool = False
     """Whether the config left open where they are."""
-    chose_budget: bool = False
+    budgets: int = 0
+    """How many budgets the run has tried by now."""
 
     @classmethod
     def of(cls, config: TrainConfig, accelerator: Accelerator | None, *, alone: bool) -> RowsPlace:
@@ -55,13 +61,13 @@ class RowsPlace:
         Args:
             alone: Whether it is a run of one process.
         """
-        device = None if accelerator is None else accelerator.rows_device()
+        device = None if accelerator is None or not alone else accelerator.rows_device()
         if config.embedding_device is not None:
-            return cls(config=config, device=device if alone else None)
-        there = replace(config, embedding_device="device")
-        here = replace(config, embedding_device="host", device_memory_bytes=None)
+            return cls(config=config, device=device)
         if config.device_memory_bytes is not None:
+            there = replace(config, embedding_device="device")
             return cls(config=there, why="train.device_memory_bytes is set")
+        here = replace(config, embedding_device="host")
         if config.accelerator != "cuda":
             return cls(config=here)
         if not alone:
@@ -72,6 +78,7 @@ class RowsPlace:
             why = 'with train.tables.storage = "tiered" they need train.device_memory_bytes on the GPU'
             return cls(config=here, why=why)
         why = "that is the default for a run of one process"
+        there = replace(config, embedding_device="device")
         return cls(config=there, why=why, device=device, by_default=True)
 
     def say(self) -> None:
@@ -106,14 +113,14 @@ class RowsPlace:
             collections: Of embeddings in the model: a budget is divided among the tables of one.
         """
         config = self.config
-        may_choose = config.device_memory_bytes is None or self.chose_budget
+        may_choose = config.device_memory_bytes is None or self.budgets
         if config.embedding_device != "device" or self.device is None or not may_choose:
             return None
         if isinstance(error, RowsRefusedError):
             return "host"
         if not is_full(error):
             return None
-        if not self.chose_budget and collections < 2:
+        if self.budgets < MOST_BUDGETS and collections < 2:
             return "budget"
         return "host" if self.by_default else None
 
@@ -128,10 +135,11 @@ class RowsPlace:
             if self.device is not None:
                 self.device.give_back()
             config = replace(self.config, embedding_device="host", device_memory_bytes=None)
-            return replace(self, config=config, why=why, chose_budget=False)
+            return replace(self, config=config, why=why)
         assert self.device is not None
-        config = replace(self.config, device_memory_bytes=max(1, room_for_rows(self.device)))
-        return replace(self, config=config, why="", chose_budget=True)
+        room = max(1, room_for_rows(self.device) >> self.budgets)
+        config = replace(self.config, device_memory_bytes=room)
+        return replace(self, config=config, why="", budgets=self.budgets + 1)
 
     def describe(self) -> str:
         """Say for a warning where the rows are now, what that costs, and how to have it so from the start."""
@@ -143,7 +151,7 @@ class RowsPlace:
                 "have it so from the start, or train.device_memory_bytes to say how much of the GPU rows take"
             )
         return (
-            f"Rows have {room / 1e9:,.3g} GB of the GPU now, and those not used for longest are in host "
-            "memory: steps that need such rows take longer, up to several times. Set "
-            f"train.device_memory_bytes = {room} to have it so from the start"
+            f"Rows have {room:,} bytes of the GPU now, and those not used for longest are in host memory: "
+            "steps that need such rows take longer, up to several times. Set train.device_memory_bytes = "
+            f"{room} to have it so from the start"
         )

@@ -349,7 +349,7 @@ class TrainingStep:
             step = graph.train(sent)
         except AcceleratorError as error:
             if is_full(error) and self._config.device_memory_bytes is None:
-                raise  # it goes on with fewer rows on the device; see `RowsPlace`
+                raise  # it resumes with fewer rows on the device; see `RowsPlace`
             self._say_not_captured(graph.trouble or "")
             self.settle()
             return None

@@ -159,7 +159,7 @@ class Trainer:
     Args:
         hooks: Run after the trainer's own and before the task's; or a function that makes them of the run,
             for those that look at its session or ask it to save. They begin a second time, or are made anew,
-            if the run goes on from its last checkpoint because a GPU has no room for more rows.
+            if the run resumes from its last checkpoint because a GPU has no room for more rows.
         metrics: Where counters of the run go.
         coordinator: The processes to train with, for one run; None trains in this process alone.
         listeners: Told of each checkpoint that this process saves.
@@ -228,14 +228,14 @@ class Trainer:
     def train(self, *, report: Report | None = None) -> TrainReport:
         """Train until a limit, the end of the data, or a request to stop.
 
-        If rows on a GPU find no room, and no setting says how much they may take, training goes on from the
+        If rows on a GPU find no room, and no setting says how much they may take, training resumes from the
         last checkpoint with fewer of them there; see `RowsPlace`.
 
         Args:
             report: Given "head/metric" and the row of each window of a metric as it ends.
 
         Raises:
-            DeviceFullError: A GPU has no room for more rows, and training cannot go on with fewer there.
+            DeviceFullError: A GPU has no room for more rows, and training cannot continue with fewer there.
             ModelDirLockedError: Another process trains in this model_dir.
             RestoreError: The checkpoint does not fit the task.
             CorruptFileError: The checkpoint is damaged.
@@ -252,11 +252,11 @@ class Trainer:
                 if less is None:
                     raise
                 why = str(error)
-                going_on = None if isinstance(error, RowsRefusedError) else self._going_on(whole, error)
+                resuming = None if isinstance(error, RowsRefusedError) else self._resuming(whole, error)
             # Only here the error is gone, and with its traceback what the attempt had on the device.
-            place = place.with_less(less, why if going_on is None else "")
-            if going_on is not None:
-                _log.warning("%s. %s. %s", why, going_on, place.describe())
+            place = place.with_less(less, why if resuming is None else "")
+            if resuming is not None:
+                _log.warning("%s. %s. %s", why.partition("; ")[0], resuming, place.describe())
 
     def _train(self, place: RowsPlace, whole: _WholeRun, report: Report | None) -> TrainReport:
         """Train with rows at a place: all of a run, or what an attempt before has left of it."""
@@ -558,7 +558,7 @@ class Trainer:
 
     # Inside
 
-    def _going_on(self, whole: _WholeRun, error: Exception) -> str:
+    def _resuming(self, whole: _WholeRun, error: Exception) -> str:
         """Say where the next attempt begins, after one for which the device had no room.
 
         Raises:
@@ -572,15 +572,16 @@ class Trainer:
         again = prefix is None or (config.restore.restart_data and not own)  # from the beginning of the data
         if again and whole.live:
             raise DeviceFullError(
-                f"{error}. Training cannot go on with fewer rows on the device: there is no checkpoint yet, "
+                f"{error}. Training cannot resume with fewer rows on the device: there is no checkpoint yet, "
                 "and the data is a live stream, which cannot be read again. Set train.device_memory_bytes to "
                 "the memory that rows may take there, or train.embedding_device to host"
             ) from error
         if prefix is None:
             whole.windows.clear()
-            return f"There is no checkpoint yet, so training begins again: {whole.step:,} steps are repeated"
-        repeated = max(0, whole.step - SaveNames.step_of(prefix))
-        return f"Training goes on from {prefix}: {repeated:,} steps are repeated"
+            begun, where = 0, "There is no checkpoint yet, so training starts over"
+        else:
+            begun, where = SaveNames.step_of(prefix), f"Training resumes from {prefix}"
+        return f"{where}, and repeats {whole.step - begun:,} steps" if whole.step > begun else where
 
     def _open_session(self, place: RowsPlace, report: Report) -> Session:
         config, coordinator = place.config, self._coordinator
@@ -812,7 +813,7 @@ class _WholeRun:
     def leave(self, run: LocalRun, keeper: RunCheckpoints | None, ends: FirstAndLastSteps) -> None:
         """Take note of what an attempt has come to, before it is closed."""
         session = run.session
-        self.step, self.live = session.step, session.batches.live
+        self.step, self.live = session.step, session.batches.stream.live
         self.collections = len(session.model.stores)
         self.first_step_at = ends.first_at
         if keeper is not None:

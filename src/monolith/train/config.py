@@ -222,7 +222,7 @@ class TrainConfig:
     """The memory of the accelerator that rows on it may take, all tables together: "40GB". It is taken at the
     start; beyond it the rows that were not trained for longest go to host memory and, with tables.storage =
     "tiered", from there to files. None takes as much as rows need. If a run of one process then finds no room
-    for more, it goes on from its last checkpoint with a part of that memory."""
+    for more, it resumes from its last checkpoint with a part of that memory."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """The numbers that the dense half computes with in training. bfloat16 is torch's autocast: it computes
     matrix products, while weights, losses, and rows with their gradients stay float32. Evaluation and serving
