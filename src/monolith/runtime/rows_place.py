@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from monolith.cuda import Device
@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 MOST_BUDGETS = 3
 """Budgets that are tried, each half of the one before, until all rows go to host memory: what else a step and
 a checkpoint need of the device is not known."""
+
+_ALIKE = 8  # of so many rows, one more is divided among all tables
 
 Less = Literal["budget", "host"]
 """What may be tried next: rows on the device up to a budget, or all of them in host memory."""
@@ -53,6 +55,8 @@ class RowsPlace:
     """Whether the config left open where they are."""
     budgets: int = 0
     """How many budgets the run has tried by now."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """How many rows tables had when the last attempt ended: its budget is divided among them by that."""
 
     @classmethod
     def of(cls, config: TrainConfig, accelerator: Accelerator | None, *, alone: bool) -> RowsPlace:
@@ -90,16 +94,29 @@ class RowsPlace:
         _log.info("embedding rows are %s (train.embedding_device): %s", where, self.why)
 
     def makes(self, make: MakeStore) -> MakeStore:
-        """Return a maker of stores that says with an error of its own that the device cannot hold tables."""
-        if not self.by_default or self.config.embedding_device != "device":
+        """Return a maker of stores for this place.
+
+        By default rows need not be on the device: that it cannot hold the tables is a RowsRefusedError then.
+        """
+        if self.config.embedding_device != "device":
             return make
 
         def made(configs: Mapping[str, TableConfig], /, **how: Any) -> Store:
+            # A share of the budget is for all tables alike: a small one, too, must have room for a batch.
+            alike = sum(self.rows.values()) // (_ALIKE * max(1, len(self.rows)))
+            expected = {
+                name: replace(config, initial_rows=max(config.initial_rows, self.rows[name] + alike))
+                if name in self.rows
+                else config
+                for name, config in configs.items()
+            }
             try:
-                return make(configs, **how)
+                return make(expected, **how)
             except DeviceFullError:
                 raise
             except (AcceleratorError, ConfigError) as cause:
+                if not self.by_default:
+                    raise
                 raise RowsRefusedError(str(cause)) from cause
 
         return made
@@ -124,22 +141,23 @@ class RowsPlace:
             return "budget"
         return "host" if self.by_default else None
 
-    def with_less(self, less: Less, why: str) -> RowsPlace:
+    def with_less(self, less: Less, why: str, rows: Mapping[str, int]) -> RowsPlace:
         """Return the place of the rows in the next attempt, once all of the last one is closed.
 
         Args:
             why: What the last one ended with.
+            rows: How many rows its tables had.
         """
         gc.collect()  # what is part of a cycle, such as the modules of a model, keeps memory of the device
         if less == "host":
             if self.device is not None:
                 self.device.give_back()
             config = replace(self.config, embedding_device="host", device_memory_bytes=None)
-            return replace(self, config=config, why=why)
+            return replace(self, config=config, why=why, rows={})
         assert self.device is not None
         room = max(1, room_for_rows(self.device) >> self.budgets)
         config = replace(self.config, device_memory_bytes=room)
-        return replace(self, config=config, why="", budgets=self.budgets + 1)
+        return replace(self, config=config, why="", budgets=self.budgets + 1, rows=rows)
 
     def describe(self) -> str:
         """Say for a warning where the rows are now, what that costs, and how to have it so from the start."""

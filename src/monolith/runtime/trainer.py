@@ -44,6 +44,7 @@ from monolith.errors import (
     DeviceFullError,
     DivergedError,
     RestoreError,
+    TableClosedError,
     TransientFilesystemError,
 )
 from monolith.feature import Batch
@@ -254,7 +255,7 @@ class Trainer:
                 why = str(error)
                 resuming = None if isinstance(error, RowsRefusedError) else self._resuming(whole, error)
             # Only here the error is gone, and with its traceback what the attempt had on the device.
-            place = place.with_less(less, why if resuming is None else "")
+            place = place.with_less(less, why if resuming is None else "", whole.rows)
             if resuming is not None:
                 _log.warning("%s. %s. %s", why.partition("; ")[0], resuming, place.describe())
 
@@ -303,6 +304,8 @@ class Trainer:
             restored: list[Restored] = []
             ends = FirstAndLastSteps(whole.first_step_at)
             open_things.callback(lambda: whole.leave(run, keeper, ends))
+            if place.device is not None:
+                open_things.callback(lambda: whole.count_rows(session.model))
 
             def restore_newest() -> None:
                 if keeper is not None and (found := keeper.restore()) is not None:
@@ -792,6 +795,7 @@ class _WholeRun:
         """What the last attempt has come to."""
         self.live: bool | None = None
         self.collections = 0
+        self.rows: dict[str, int] = {}
         self.first_step_at: float | None = None
         # Of the attempts before this one:
         self.save_seconds = self.evaluate_seconds = 0.0
@@ -809,6 +813,11 @@ class _WholeRun:
             progress = session.progress
             self._begun = _Begun(session.step, progress.total_examples, progress.total_skipped)
             self.restored_from = restored_from
+
+    def count_rows(self, model: Model) -> None:
+        """Take note of how many rows tables have, if the device can still say."""
+        with contextlib.suppress(RuntimeError, TableClosedError):
+            self.rows = {name: stats.rows for name, stats in model.stats().items()}
 
     def leave(self, run: LocalRun, keeper: RunCheckpoints | None, ends: FirstAndLastSteps) -> None:
         """Take note of what an attempt has come to, before it is closed."""
