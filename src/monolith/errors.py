@@ -50,6 +50,7 @@ One tree, so that a caller can catch a single error, a group or all of them:
     │       ├── StaleAnswerError       a server's rows are older than its client accepts; has the answer
     │       └── NodeAliveCheckerError  nodes do not answer; names them               (also ConnectionError)
     ├── AcceleratorError        a GPU, its driver or its compiler is missing or refused (also RuntimeError)
+    │   └── DeviceFullError     its memory has no room
     ├── MetricError             a metric got values it cannot measure                (also ValueError)
     ├── QueueClosedError        the queue was closed and is empty
     ├── ListenError             a port is taken or may not be listened on            (also OSError)
@@ -408,6 +409,10 @@ class NodeAliveCheckerError(RetryableError, ConnectionError):
 
 class AcceleratorError(MonolithError, RuntimeError):
     """A GPU, its driver or its compiler is missing, or refused an operation."""
+
+
+class DeviceFullError(AcceleratorError):
+    """The memory of a GPU has no room for what was to be there."""
 
 
 class MetricError(MonolithError, ValueError):

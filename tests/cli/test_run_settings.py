@@ -585,6 +585,9 @@ def test_rows_on_a_device_are_refused_where_parameter_servers_hold_them() -> Non
     said = "train.embedding_device: 'device' is for runs of one process or of ranks"
     assert said in problems(None, *flags, "--num_ps=1")
     assert said not in problems(None, *flags, "--num_workers=2", "--cluster.mode=sync")
+    open_flags = ["--train.accelerator=cuda", "--train.model_dir=m", "--num_ps=1"]
+    assert said not in problems(None, *open_flags)
+    assert said in problems(None, *open_flags, "--train.device_memory_bytes=1GB")
 
 
 def test_a_test_on_a_cpu_is_one_process_whatever_else_is_asked_for() -> None:

@@ -9,7 +9,8 @@ import torch
 from services.emulated_cuda import device_named, device_names
 
 from monolith.cuda import CudaDevice, Device, blocks_for, device_of
-from monolith.errors import AcceleratorError
+from monolith.cuda.device import is_full, room_for_rows
+from monolith.errors import AcceleratorError, DeviceFullError
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -98,3 +99,20 @@ def test_it_tells_what_it_is(device: Device) -> None:
     free = device.free_bytes
     device.give_back()
     assert device.free_bytes >= free > 0
+    assert 0 < room_for_rows(device) < device.free_bytes
+
+
+def test_an_error_says_whether_the_device_is_full() -> None:
+    def caused(cause: BaseException) -> BaseException:
+        error = AcceleratorError("cannot be captured")
+        error.__cause__ = cause
+        return error
+
+    full = [
+        DeviceFullError("no room"),
+        torch.OutOfMemoryError("no room"),
+        RuntimeError("CUDA error: out of memory"),
+    ]
+    assert all(is_full(error) and is_full(caused(error)) for error in full)
+    others = [AcceleratorError("no compiler"), RuntimeError("no room"), MemoryError()]
+    assert not any(is_full(error) or is_full(caused(error)) for error in others)

@@ -215,9 +215,9 @@ def test_an_error_of_other_code_says_where_it_was_raised() -> None:
     with (
         ReadingProcess(partial(Failing, ZeroDivisionError("oh"))) as process,
         closing(process.open()) as stream,
+        pytest.raises(ZeroDivisionError, match="oh") as found,
     ):
-        with pytest.raises(ZeroDivisionError, match="oh") as found:
-            next(iter(stream))
+        next(iter(stream))
     (note,) = found.value.__notes__
     assert "In the process that reads data" in note
     assert "raise self._error" in note

@@ -317,7 +317,7 @@ def test_a_run_on_a_gpu_says_that_rows_in_host_memory_keep_it_from_replaying(
     found = []
     for graphs in (True, False):
         caplog.clear()
-        config = TrainConfig(accelerator="cuda", step_graphs=graphs)
+        config = TrainConfig(accelerator="cuda", embedding_device="host", step_graphs=graphs)
         report = Trainer(Spoiled(batches=1), config, accelerator=OnDevice(device)).train()
         assert report.replayed is None
         found.append("not replayed as CUDA graphs: embedding rows are in host memory" in caplog.text)

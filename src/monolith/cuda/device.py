@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from monolith.cuda.kernels import Headers, Kernels, compile_ahead, compiled_kernels
-from monolith.errors import AcceleratorError
+from monolith.errors import AcceleratorError, DeviceFullError
 
 
 class DeviceEvent(Protocol):
@@ -85,7 +85,7 @@ class Device(Protocol):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of free memory."""
+        """Bytes of free memory that this process may take."""
 
     def give_back(self) -> None:
         """Return memory to the driver that torch caches for later tensors."""
@@ -211,7 +211,9 @@ class CudaDevice:
 
     @property
     def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        allowed = torch.cuda.get_per_process_memory_fraction(self.torch_device) * total
+        return max(0, min(int(free), int(allowed) - torch.cuda.memory_reserved(self.torch_device)))
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()
@@ -288,6 +290,28 @@ def device_of(device: torch.device | Device | None) -> Device:
     """
     return CudaDevice.of(device) if device is None or isinstance(device, torch.device) else device
 
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error, or what caused it, is that a device has no room."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, DeviceFullError | torch.OutOfMemoryError):
+            return True
+        if isinstance(found, RuntimeError) and any(said in str(found) for said in _SAID_IF_FULL):
+            return True
+        found = found.__cause__
+    return False
+
+
+def room_for_rows(device: Device) -> int:
+    """Return the bytes that rows may safely take of a device: a part of what is free, now that torch has
+    returned what it caches. The rest is for weights, gradients and batches."""
+    device.give_back()
+    return device.free_bytes * 3 // 4
+
+
+_SAID_IF_FULL = ("CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED")
+"""By CUDA and its libraries about memory that they take by themselves, not by torch's allocator."""
 
 _c: Any = torch._C  # has these two if torch was built with CUDA; triton calls them, too
 

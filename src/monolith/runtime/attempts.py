@@ -214,7 +214,7 @@ class SharedTraining:
                 timeout=timeouts.exchange,
                 silence=timeouts.silence,
                 backend=config.ranks.backend,
-                rows_backend=config.ranks.backend if config.train.embedding_device == "device" else "gloo",
+                rows_backend=config.ranks.backend if config.train.asks_for_device_rows else "gloo",
             ),
             on_waiting=self.on_waiting,
         )

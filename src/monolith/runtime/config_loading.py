@@ -276,10 +276,11 @@ def refused(run: RunConfig) -> Iterator[str]:
             "train.accelerator: 'xla' is not supported with parameter servers or several workers: what they "
             "exchange each step would have to be fetched from the device. Set job.local, or cuda"
         )
-    if run.distributed and run.cluster.num_ps and run.train.embedding_device == "device":
+    if run.distributed and run.cluster.num_ps and run.train.asks_for_device_rows:
         yield (
             "train.embedding_device: 'device' is for runs of one process or of ranks: with parameter servers "
-            "rows are in their host memory. Set train.embedding_device to host, or job.local, or "
+            "rows are in their host memory. Set train.embedding_device to host and leave "
+            "train.device_memory_bytes out, or set job.local, or "
             "cluster.mode to sync without parameter servers"
         )
     if run.profile.from_step is not None and not run.train.model_dir:

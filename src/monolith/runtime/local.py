@@ -180,7 +180,7 @@ def store_maker(config: TrainConfig, accelerator: Accelerator | None, placement:
     Raises:
         ConfigError: The accelerator cannot hold rows, or this process holds none.
     """
-    if config.embedding_device == "host":
+    if not config.asks_for_device_rows:
         return placement.make_store
     device = None if accelerator is None else accelerator.rows_device()
     if device is None:

@@ -114,10 +114,14 @@ class TrainReport:
 
 class FirstAndLastSteps(Hook):
     """When the first step began, and what the last ones lost. Reads no loss before it is asked: that would
-    make the CPU wait for the device."""
+    make the CPU wait for the device.
 
-    def __init__(self) -> None:
-        self.first_at: float | None = None
+    Args:
+        first_at: When the first step began, if an earlier attempt has taken it.
+    """
+
+    def __init__(self, first_at: float | None = None) -> None:
+        self.first_at = first_at
         """By `concurrency.monotonic`; None before there was one."""
         self._losses: deque[Tensor] = deque(maxlen=LOSS_STEPS)
 

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from monolith.cuda.device import is_full
 from monolith.errors import AcceleratorError, DataError, FeatureError, NonFiniteError
 from monolith.feature import Batch
 from monolith.model import EmbeddingOptimizer, PreparedBatch, apply_gradients
@@ -288,8 +289,7 @@ class TrainingStep:
             return None
         if config.embedding_device != "device":
             self._say_not_captured(
-                'embedding rows are in host memory. With train.embedding_device = "device" they are on the '
-                "GPU; set train.device_memory_bytes, too, if it has no room for all of them"
+                "embedding rows are in host memory, see train.embedding_device and train.device_memory_bytes"
             )
             return None
         if config.deterministic and any(one.plan.jagged for one in model.collections):
@@ -347,7 +347,9 @@ class TrainingStep:
                 model.task.target(head).check(head, label)
         try:
             step = graph.train(sent)
-        except AcceleratorError:
+        except AcceleratorError as error:
+            if is_full(error) and self._config.device_memory_bytes is None:
+                raise  # it resumes with fewer rows on the device; see `RowsPlace`
             self._say_not_captured(graph.trouble or "")
             self.settle()
             return None

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,9 +37,17 @@ from monolith.checkpoint import (
     roll_back,
     start_from,
 )
+from monolith.checkpoint.folder.state_files import SaveNames
 from monolith.cuda.kernels import kernel_counts
 from monolith.data import Epochs, as_stream
-from monolith.errors import ConfigError, DivergedError, RestoreError, TransientFilesystemError
+from monolith.errors import (
+    ConfigError,
+    DeviceFullError,
+    DivergedError,
+    RestoreError,
+    TableClosedError,
+    TransientFilesystemError,
+)
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
@@ -59,6 +67,7 @@ from monolith.runtime.report import (
     write_run_end,
     write_run_manifest,
 )
+from monolith.runtime.rows_place import RowsPlace, RowsRefusedError
 from monolith.runtime.session import Session
 from monolith.store import AllToAllStore, LocalStore
 from monolith.train.accelerator import Accelerator, AcceleratorHook, accelerator_of
@@ -151,7 +160,8 @@ class Trainer:
 
     Args:
         hooks: Run after the trainer's own and before the task's; or a function that makes them of the run,
-            for those that look at its session or ask it to save.
+            for those that look at its session or ask it to save. They begin a second time, or are made anew,
+            if the run resumes from its last checkpoint because a GPU has no room for more rows.
         metrics: Where counters of the run go.
         coordinator: The processes to train with, for one run; None trains in this process alone.
         listeners: Told of each checkpoint that this process saves.
@@ -200,7 +210,7 @@ class Trainer:
         self._coordinator: Coordinator = LocalCoordinator() if coordinator is None else coordinator
         self.config = TrainConfig() if config is None else config
         self._accelerator = accelerator_of(self.config.accelerator) if accelerator is None else accelerator
-        if self.config.embedding_device == "device":
+        if self.config.asks_for_device_rows:
             stores_over(self._coordinator.placement, LocalStore.from_configs)
         self._hooks = hooks
         self._metrics = Metrics() if metrics is None else metrics
@@ -223,20 +233,42 @@ class Trainer:
     def train(self, *, report: Report | None = None) -> TrainReport:
         """Train until a limit, the end of the data, or a request to stop.
 
+        If rows on a GPU find no room, and no setting says how much they may take, training resumes from the
+        last checkpoint with fewer of them there; see `RowsPlace`.
+
         Args:
             report: Given "head/metric" and the row of each window of a metric as it ends.
 
         Raises:
+            DeviceFullError: A GPU has no room for more rows, and training cannot continue with fewer there.
             ModelDirLockedError: Another process trains in this model_dir.
             RestoreError: The checkpoint does not fit the task.
             CorruptFileError: The checkpoint is damaged.
         """
+        whole = _WholeRun(concurrency.monotonic())
+        alone = isinstance(self._coordinator, LocalCoordinator)
+        place = RowsPlace.of(self.config, self._accelerator, alone=alone)
+        while True:
+            place.say()
+            try:
+                return self._train(place, whole, report)
+            except Exception as error:
+                less = place.less(error, whole.collections)
+                if less is None:
+                    raise
+                why = str(error)
+                resuming = None if isinstance(error, RowsRefusedError) else self._resuming(whole, error)
+            # Only here the error is gone, and with its traceback what the attempt had on the device.
+            place = place.with_less(less, why if resuming is None else "", whole.rows)
+            if resuming is not None:
+                _log.warning("%s. %s. %s", why.partition("; ")[0], resuming, place.describe())
+
+    def _train(self, place: RowsPlace, whole: _WholeRun, report: Report | None) -> TrainReport:
+        """Train with rows at a place: all of a run, or what an attempt before has left of it."""
         config = self.config
-        began = concurrency.monotonic()
-        windows: dict[str, list[WindowRow]] = {}
 
         def tell(name: str, row: WindowRow) -> None:
-            windows.setdefault(name, []).append(row)
+            whole.windows.setdefault(name, []).append(row)
             if report is not None:
                 report(name, row)
 
@@ -256,7 +288,7 @@ class Trainer:
                     roll_back(model_dir, restore.checkpoint)
             random.seed(config.seed)
             np.random.seed(config.seed % (1 << 32))
-            session = self._open_session(tell)
+            session = self._open_session(place, tell)
             open_things.callback(session.close)
             self._run = run = LocalRun(session, model_dir, coordinator.barrier)
             open_things.callback(self._forget_run)
@@ -268,30 +300,27 @@ class Trainer:
             )
             if config.evaluate.enabled and membership.is_chief:
                 run.evaluate = self._evaluate_hook(run, best, keeper)
-            own = self._own_hooks(run, keeper, began)
+            own = self._own_hooks(run, keeper, whole)
             given = self._hooks(run) if callable(self._hooks) else self._hooks
             progress = session.progress
-            first, first_step, first_skipped = progress.total_examples, session.step, progress.total_skipped
             if self._stop_asked is not None:
                 run.interrupt(self._stop_asked)
             restored: list[Restored] = []
-            ends = FirstAndLastSteps()
+            ends = FirstAndLastSteps(whole.first_step_at)
+            open_things.callback(lambda: whole.leave(run, keeper, ends))
+            if place.device is not None:
+                open_things.callback(lambda: whole.count_rows(session.model))
 
             def restore_newest() -> None:
                 if keeper is not None and (found := keeper.restore()) is not None:
                     restored.append(found)
 
             def create() -> None:
-                nonlocal first, first_step, first_skipped
                 if (reason := session.join(restore_newest)) is not None:
                     run.request_stop(reason)
-                first, first_step, first_skipped = (
-                    progress.total_examples,
-                    session.step,
-                    progress.total_skipped,
-                )
+                whole.begin(session, restored[0].prefix if restored else None)
                 if model_dir:
-                    write_run_manifest(model_dir, self.task, config, run.step, self._clock())
+                    write_run_manifest(model_dir, self.task, place.config, run.step, self._clock())
                 self._check_limits(run)
 
             def save_if_due() -> None:
@@ -311,9 +340,9 @@ class Trainer:
                 return result
 
             def check_any() -> None:
-                if session.step == first_step:
+                if session.step == whole.begun.step:
                     check_not_all_skipped(
-                        progress.total_skipped - first_skipped, session.batches.stream.bad_records()
+                        progress.total_skipped - whole.begun.skipped, session.batches.stream.bad_records()
                     )
 
             def try_step() -> StepResult | None:
@@ -348,26 +377,27 @@ class Trainer:
                     _log.error("could not note how the run ended: %s", error)
             return TrainReport(
                 step=session.step,
-                steps=session.step - first_step,
-                examples=progress.total_examples - first,
+                steps=session.step - whole.begun.step,
+                examples=progress.total_examples - whole.begun.examples,
                 replayed=session.training_step.replayed,
-                skipped=progress.total_skipped - first_skipped,
+                skipped=progress.total_skipped - whole.begun.skipped,
                 bad_records=session.batches.stream.bad_records(),
                 dense_staleness=None if status.staleness is None else status.staleness.most,
-                seconds=(ended := concurrency.monotonic()) - began,
-                start_seconds=(ends.first_at or ended) - began,
+                seconds=(ended := concurrency.monotonic()) - whole.began_at,
+                start_seconds=(ends.first_at or ended) - whole.began_at,
                 kernels=kernel_counts(),
-                save_seconds=0.0 if keeper is None else keeper.waited_seconds,
-                evaluate_seconds=0.0 if run.evaluate is None else run.evaluate.seconds,
+                save_seconds=whole.save_seconds + (0.0 if keeper is None else keeper.waited_seconds),
+                evaluate_seconds=whole.evaluate_seconds
+                + (0.0 if run.evaluate is None else run.evaluate.seconds),
                 loss=ends.loss(),
                 stop_reason=run.stop_reason or "",
                 finished=finished,
-                restored_from=restored[0].prefix if restored else None,
-                windows=windows,
+                restored_from=whole.restored_from,
+                windows=whole.windows,
                 checkpoint=None if keeper is None else keeper.newest,
                 save_trouble="" if keeper is None or keeper.save is None else keeper.save.trouble,
                 evaluation=None if run.evaluate is None else run.evaluate.latest,
-                evaluations=0 if run.evaluate is None else run.evaluate.evaluations,
+                evaluations=whole.evaluations + (0 if run.evaluate is None else run.evaluate.evaluations),
                 best=_best(best),
                 refused=_refused(session),
                 overdue={name: rows for name, rows in progress.expiry.overdue.items() if rows},
@@ -535,15 +565,40 @@ class Trainer:
 
     # Inside
 
-    def _open_session(self, report: Report) -> Session:
-        config, coordinator = self.config, self._coordinator
+    def _resuming(self, whole: _WholeRun, error: Exception) -> str:
+        """Say where the next attempt begins, after one for which the device had no room.
+
+        Raises:
+            DeviceFullError: It could not train on every record.
+        """
+        config = self.config
+        prefix = newest_checkpoint(config, "train") if config.model_dir else None
+        own = prefix is not None and filesystem.parent(prefix) == filesystem.parent(
+            Saver(config.model_dir).names.prefix(0)
+        )
+        again = prefix is None or (config.restore.restart_data and not own)  # from the beginning of the data
+        if again and whole.live:
+            raise DeviceFullError(
+                f"{error}. Training cannot resume with fewer rows on the device: there is no checkpoint yet, "
+                "and the data is a live stream, which cannot be read again. Set train.device_memory_bytes to "
+                "the memory that rows may take there, or train.embedding_device to host"
+            ) from error
+        if prefix is None:
+            whole.windows.clear()
+            begun, where = 0, "There is no checkpoint yet, so training starts over"
+        else:
+            begun, where = SaveNames.step_of(prefix), f"Training resumes from {prefix}"
+        return f"{where}, and repeats {whole.step - begun:,} steps" if whole.step > begun else where
+
+    def _open_session(self, place: RowsPlace, report: Report) -> Session:
+        config, coordinator = place.config, self._coordinator
         coordinator.placement.check(config)
         with contextlib.ExitStack() as made:
             model = Model(
                 self.task,
                 Mode.TRAIN,
                 seed=config.seed,
-                make_store=store_maker(config, self._accelerator, coordinator.placement),
+                make_store=place.makes(store_maker(config, self._accelerator, coordinator.placement)),
                 accelerator=self._accelerator,
                 rates=config.schedule,
                 tables=config.settled_tables,
@@ -639,9 +694,9 @@ class Trainer:
         custom = CustomRestore(alias_map=restore.alias_map, auto_alias=restore.auto_alias)
         return replace(restore.options(self.config.model_dir), optimizer_state="reset", custom=custom)
 
-    def _own_hooks(self, run: LocalRun, keeper: RunCheckpoints | None, began: float) -> list[Hook]:
+    def _own_hooks(self, run: LocalRun, keeper: RunCheckpoints | None, whole: _WholeRun) -> list[Hook]:
         config = self.config
-        hooks: list[Hook] = [_SessionHook(run.session, config, began)]
+        hooks: list[Hook] = [_SessionHook(run.session, config, whole)]
         if self._accelerator is not None:
             hooks.append(AcceleratorHook(self._accelerator))
         if config.hours is not None:
@@ -721,6 +776,66 @@ class Trainer:
         self._run = None
 
 
+class _Begun(NamedTuple):
+    """What a model had trained on before its run began."""
+
+    step: int
+    examples: int
+    skipped: int
+
+
+class _WholeRun:
+    """What the attempts of one run have in common; most runs have one attempt.
+
+    Args:
+        began_at: By `concurrency.monotonic`.
+    """
+
+    def __init__(self, began_at: float) -> None:
+        self.began_at = began_at
+        self.windows: dict[str, list[WindowRow]] = {}
+        self.restored_from: str | None = None
+        self.step = 0
+        """What the last attempt has come to."""
+        self.live: bool | None = None
+        self.collections = 0
+        self.rows: dict[str, int] = {}
+        self.first_step_at: float | None = None
+        # Of the attempts before this one:
+        self.save_seconds = self.evaluate_seconds = 0.0
+        self.evaluations = 0
+        self._begun: _Begun | None = None
+
+    @property
+    def begun(self) -> _Begun:
+        assert self._begun is not None, "a model is made before it trains"
+        return self._begun
+
+    def begin(self, session: Session, restored_from: str | None) -> None:
+        """Take note of where an attempt begins: the first one that does is where the run begins."""
+        if self._begun is None:
+            progress = session.progress
+            self._begun = _Begun(session.step, progress.total_examples, progress.total_skipped)
+            self.restored_from = restored_from
+
+    def count_rows(self, model: Model) -> None:
+        """Take note of how many rows tables have, if the device can still say."""
+        with contextlib.suppress(RuntimeError, TableClosedError):
+            self.rows = {name: stats.rows for name, stats in model.stats().items()}
+
+    def leave(self, run: LocalRun, keeper: RunCheckpoints | None, ends: FirstAndLastSteps) -> None:
+        """Take note of what an attempt has come to, before it is closed."""
+        session = run.session
+        self.step, self.live = session.step, session.batches.stream.live
+        self.collections = len(session.model.stores)
+        self.first_step_at = ends.first_at
+        if keeper is not None:
+            self.save_seconds += keeper.waited_seconds
+        if run.evaluate is not None:
+            self.evaluate_seconds += run.evaluate.seconds
+            self.evaluations += run.evaluate.evaluations
+
+
 def _refused(session: Session) -> dict[str, int]:
     """By table of this process; a server logs its own, and may be gone."""
     stores = [one.inner if isinstance(one, AllToAllStore) else one for one in session.model.stores]
@@ -782,19 +897,15 @@ class _OrderedSums:
 class _SessionHook(Hook):
     """Measures predictions, stops at the limits of the run, and finishes its last updates."""
 
-    def __init__(self, session: Session, config: TrainConfig, began: float) -> None:
+    def __init__(self, session: Session, config: TrainConfig, whole: _WholeRun) -> None:
         self._session = session
         self._config = config
-        self._began = began
-        self._first_step = 0
-
-    def after_create(self, run: TrainingRun) -> None:
-        self._first_step = run.step
+        self._whole = whole
 
     def after_step(self, run: TrainingRun, result: StepResult) -> None:
         if result.to_measure:
             self._session.metrics.update(result.predictions, result.batch)
-        config, first = self._config, self._first_step
+        config, first = self._config, self._whole.begun.step
         # Steps of a graph may turn out to be refused, and then count no more: the last ones are looked at.
         if config.steps is not None and run.step - first >= config.steps:
             self._session.training_step.settle()
@@ -806,7 +917,7 @@ class _SessionHook(Hook):
                 run.request_stop(f"max_steps of {config.max_steps} was reached")
         if (
             config.max_time is not None
-            and concurrency.monotonic() - self._began >= config.max_time.total_seconds()
+            and concurrency.monotonic() - self._whole.began_at >= config.max_time.total_seconds()
         ):
             run.request_stop(f"max_time of {config.max_time} was reached")
 

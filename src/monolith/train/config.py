@@ -212,14 +212,17 @@ class TrainConfig:
     accelerator: Literal["cpu", "cuda", "xla"] | None = None
     """Where the dense half of the model computes: xla is a TPU, and needs torch_xla. None leaves it where the
     task has put it."""
-    embedding_device: Literal["host", "device"] = "host"
+    embedding_device: Literal["host", "device"] | None = None
     """The memory that holds embedding rows: that of the host, or that of the accelerator, which must be cuda.
     On the device, only ids cross the bus, and no step waits for rows. For runs of one process, and for ranks
-    without parameter servers."""
+    without parameter servers. None trains with rows on the device in a run of one process on a GPU that can
+    hold them, or if device_memory_bytes is set; other runs, and commands that only read a model, have them in
+    host memory."""
     device_memory_bytes: int | None = None
     """The memory of the accelerator that rows on it may take, all tables together: "40GB". It is taken at the
     start; beyond it the rows that were not trained for longest go to host memory and, with tables.storage =
-    "tiered", from there to files. None takes as much as rows need."""
+    "tiered", from there to files. None takes as much as rows need. If a run of one process then finds no room
+    for more, it resumes from its last checkpoint with a part of that memory."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """The numbers that the dense half computes with in training. bfloat16 is torch's autocast: it computes
     matrix products, while weights, losses, and rows with their gradients stay float32. Evaluation and serving
@@ -299,17 +302,18 @@ class TrainConfig:
     """How long a stream may bring nothing before rows are updated without waiting for it."""
 
     def __post_init__(self) -> None:
-        if self.embedding_device == "device" and self.accelerator != "cuda":
-            raise ConfigError(
-                f"train: embedding_device='device' needs a GPU, and accelerator is {self.accelerator!r}; "
-                "set accelerator to cuda, or embedding_device to host"
-            )
         if self.device_memory_bytes is not None and (
-            self.embedding_device != "device" or self.device_memory_bytes < 1
+            self.embedding_device == "host" or self.device_memory_bytes < 1
         ):
             raise ConfigError(
                 f"train: device_memory_bytes is {self.device_memory_bytes:,}; it must be above 0, and is for "
                 "embedding_device='device'. Leave it out, or keep rows on the device"
+            )
+        if self.asks_for_device_rows and self.accelerator != "cuda":
+            given = "embedding_device='device'" if self.embedding_device else "device_memory_bytes"
+            raise ConfigError(
+                f"train: {given} needs a GPU, and accelerator is {self.accelerator!r}; "
+                "set accelerator to cuda, or embedding_device to host"
             )
         if (
             self.tables.storage == "tiered"
@@ -360,6 +364,14 @@ class TrainConfig:
                 "train: a deterministic run saves by steps, not by seconds: set save.steps, "
                 "or deterministic=False"
             )
+
+    @property
+    def asks_for_device_rows(self) -> bool:
+        """Whether rows are to be on the accelerator whatever the run is; see `runtime.rows_place` for a
+        config that leaves it open."""
+        if self.embedding_device is None:
+            return self.device_memory_bytes is not None
+        return self.embedding_device == "device"
 
     @property
     def wants_fresh_rows(self) -> bool:

@@ -18,7 +18,7 @@ from services.emulated_cuda.device import (
     EmulationError,
 )
 from services.emulated_cuda.devices import device_named, device_names, on_devices
-from services.emulated_cuda.tensors import DeviceTensor
+from services.emulated_cuda.tensors import DeviceTensor, Room, limited
 from services.emulated_cuda.waiting import nothing_waits
 
 __all__ = [
@@ -29,8 +29,10 @@ __all__ = [
     "EmulatedKernels",
     "EmulatedStream",
     "EmulationError",
+    "Room",
     "device_named",
     "device_names",
+    "limited",
     "nothing_waits",
     "on_devices",
 ]

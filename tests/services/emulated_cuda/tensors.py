@@ -17,7 +17,10 @@ device, such as `torch.empty(3, device=DEVICE)`, come to the functions that are 
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +32,58 @@ DEVICE = torch.device("lazy", 0)
 _HOST = torch.device("cpu")
 _COPIES = frozenset(["copy_", "_to_copy", "_copy_from", "_foreach_copy_"])
 _INDEXED = frozenset(["index", "index_put", "index_put_", "_index_put_impl_"])
+
+
+class Room:
+    """Memory of the device, counted. What an operation computes from other tensors takes none of it.
+
+    Attributes:
+        most: The bytes there are; None for any number.
+        used: Bytes of the tensors there are now.
+        peak: The most there were at a time.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self.most = most
+        self.used = self.peak = 0
+        self._lock = threading.RLock()  # reentrant: tensors go whenever Python collects them
+
+    def take(self, tensor: Tensor, size: int) -> None:
+        """Count a new tensor, until it is gone.
+
+        Raises:
+            torch.OutOfMemoryError: There is no room for it.
+        """
+        with self._lock:
+            if self.most is not None and self.used + size > self.most:
+                free = self.most - self.used
+                raise torch.OutOfMemoryError(f"no room for {size:,} bytes, {free:,} are free")
+            self._add(size)
+        weakref.finalize(tensor, self._add, -size)
+
+    def _add(self, size: int) -> None:
+        with self._lock:
+            self.used += size
+            self.peak = max(self.peak, self.used)
+
+
+_rooms: list[Room] = []
+
+
+@contextmanager
+def limited(most: int | None = None) -> Iterator[Room]:
+    """Have emulated devices with so much memory in a block, that of tensors made before it not counted."""
+    room = Room(most)
+    _rooms.append(room)
+    try:
+        yield room
+    finally:
+        _rooms.remove(room)
+
+
+def free_bytes() -> int:
+    """Return the bytes of the device that are free."""
+    return min([1 << 34, *(room.most - room.used for room in _rooms if room.most is not None)])
 
 
 class DeviceTensor(Tensor):
@@ -177,7 +232,10 @@ def _make_there(name: str) -> Callable[..., Tensor]:
     make = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
     def made(*args: Any, **kwargs: Any) -> Tensor:
-        return DeviceTensor(make(*tree_map(_memory, args), **tree_map(_memory, kwargs)))
+        tensor = DeviceTensor(make(*tree_map(_memory, args), **tree_map(_memory, kwargs)))
+        for room in _rooms:
+            room.take(tensor, tensor.untyped_storage().nbytes())
+        return tensor
 
     return made
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from monolith.cuda.device import Device, DeviceStream
 from monolith.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.cuda.transfers import Parts, cut
-from monolith.errors import AcceleratorError
+from monolith.errors import AcceleratorError, DeviceFullError
 from monolith.table.cuda.layout import DeviceRowLayout, index_kernels
 
 KEYS = 16
@@ -257,9 +257,10 @@ class DeviceMemory:
             self._keys = torch.zeros(total, dtype=torch.int64, device=where)
             self._at = RowArrays.of(layout, total, where)
         except torch.OutOfMemoryError as cause:
-            raise AcceleratorError(
+            raise DeviceFullError(
                 f"the device has no room for the {self.bytes_index + self.bytes_rows:,} bytes of a table of "
-                f"{places:,} places; give the table a capacity_bytes, or spread it over several devices"
+                f"{places:,} places; give rows a part of its memory (train.device_memory_bytes), or the "
+                "table a capacity_bytes"
             ) from cause
         self._times, self._values, self._states = self._at.times, self._at.values, self._at.states
         self._struct = _Table(*self.words())  # the arrays of a memory never move
