@@ -225,9 +225,10 @@ def test_an_error_of_other_code_says_where_it_was_raised() -> None:
 
 def test_an_error_that_cannot_be_sent_is_said() -> None:
     error = ValueError(lambda: None)
-    with ReadingProcess(partial(Failing, error)) as process, closing(process.open()) as stream:
+    with ReadingProcess(partial(Failing, error)) as process:
+        batches = iter(process.open())
         with pytest.raises(DataError, match="reading failed: ValueError"):
-            next(iter(stream))
+            next(batches)
 
 
 def test_too_many_bad_records_end_reading_as_with_threads(path: Path, tmp_path: Path) -> None:
@@ -245,7 +246,8 @@ def test_too_many_bad_records_end_reading_as_with_threads(path: Path, tmp_path: 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     (tmp_path / "short.csv").write_text("user,tags\na,1\n")
     short = partial(read, tmp_path / "short.csv")
-    with ReadingProcess(short) as process, closing(process.open()) as stream:
+    with ReadingProcess(short) as process:
+        stream = process.open()
         with pytest.raises(DataError, match="no column 'seen'"):
             list(stream)
 
