@@ -41,12 +41,12 @@ from monolith.store.rank_groups import Collective, RankGroups
 from monolith.store.remote import ParameterServerStore
 from monolith.store.row_requests import (
     HEADER_BYTES,
-    RANKS,
     PartitionedRequest,
     RequestPartitioner,
     RowCall,
     RowFlags,
     RowHeader,
+    RowProtocol,
     RowRequest,
 )
 from monolith.store.store import Store, TableIds, add_stats
@@ -193,7 +193,7 @@ class RankExchange:
         ):
             numbered = header._replace(number=self._calls, flags=header.flags | more)
             place = self._outgoing[at : at + space]
-            place[:HEADER_BYTES] = np.frombuffer(numbered.packed(RANKS), np.uint8)
+            place[:HEADER_BYTES] = np.frombuffer(numbered.packed(RowProtocol.RANKS), np.uint8)
             if not fit:
                 place[HEADER_BYTES : HEADER_BYTES + len(request)] = request[: space - HEADER_BYTES]
             place[HEADER_BYTES + len(request) :] = 0  # this memory had something else before
@@ -226,7 +226,7 @@ class RankExchange:
         if data == _REFUSED:
             raise ClusterError(f"rank {rank} refused the arguments of this call, so no rank applied it")
         try:
-            header, number = RowHeader.read(data, RANKS), self.partitioner.number
+            header, number = RowHeader.read(data, RowProtocol.RANKS), self.partitioner.number
         except RequestError as error:
             raise ClusterError(f"rank {rank} sent a request that this rank cannot read: {error}") from error
         if (header.call, header.store, header.number) != (self._call, number, self._calls):

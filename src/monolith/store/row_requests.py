@@ -18,7 +18,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from functools import lru_cache
 from typing import Final, NamedTuple, Self
 
@@ -33,25 +33,26 @@ from monolith.table import TableConfig, arguments
 from monolith.wire.bulk import Bytes
 
 
-class RowProtocol(NamedTuple):
-    """The first bytes of each header of one protocol, and the flags that it knows."""
+class RowProtocol(Enum):
+    """The first bytes of the headers of a protocol, and the flags that it knows."""
 
-    magic: bytes
-    version: int
-    flags: int
+    SERVERS = (b"MRow", 1, 31)
+    """Between workers and parameter servers."""
+    RANKS = (b"MRnk", 2, 63)
+    """Between ranks. In version 1 they sent the headers of servers, each in an exchange of its own."""
+
+    def __init__(self, magic: bytes, version: int, flags: int) -> None:
+        self.magic = magic
+        self.version = version
+        self.flags = flags
 
 
-SERVERS = RowProtocol(b"MRow", 1, flags=31)
-"""Between workers and parameter servers."""
-RANKS = RowProtocol(b"MRnk", 2, flags=63)
-"""Between ranks. Ranks of version 1, which sent a header in one exchange and a request in the next, had the
-headers of servers."""
 _HEADER = struct.Struct("<4sBBHIIQQqQ8s8sQ")
 HEADER_BYTES = _HEADER.size
 _ANSWER = struct.Struct("<4sBBHQ")
 ANSWER_BYTES = _ANSWER.size
 """Bytes of the header of an answer; serving servers append a claim to it."""
-_FIRST_BYTES = SERVERS.magic + bytes([SERVERS.version])
+_ANSWER_STARTS = RowProtocol.SERVERS.magic + bytes([RowProtocol.SERVERS.version])
 _ANYTHING = bytes(8)
 _MOST_PADDING = 8
 """A header is followed by fewer than this many bytes of padding. See `BulkMessages.padded`."""
@@ -105,7 +106,7 @@ class RowHeader(NamedTuple):
     number: int = 0
     """From 1 on in a push; see `monolith.store.pushes`."""
 
-    def packed(self, protocol: RowProtocol = SERVERS) -> bytes:
+    def packed(self, protocol: RowProtocol = RowProtocol.SERVERS) -> bytes:
         return _HEADER.pack(
             protocol.magic,
             protocol.version,
@@ -123,7 +124,7 @@ class RowHeader(NamedTuple):
         )
 
     @classmethod
-    def read(cls, data: bytes, protocol: RowProtocol = SERVERS) -> Self:
+    def read(cls, data: bytes, protocol: RowProtocol = RowProtocol.SERVERS) -> Self:
         """Return the header of a message.
 
         Raises:
@@ -168,7 +169,7 @@ _CALLS = {int(call): call for call in RowCall}
 
 def pack_answer(flags: int, floats: int) -> bytes:
     """Return the header of an answer."""
-    return _ANSWER.pack(SERVERS.magic, SERVERS.version, 0, flags, floats)
+    return _ANSWER.pack(RowProtocol.SERVERS.magic, RowProtocol.SERVERS.version, 0, flags, floats)
 
 
 def read_answer(data: bytes) -> tuple[int, int]:
@@ -177,7 +178,7 @@ def read_answer(data: bytes) -> tuple[int, int]:
     Raises:
         RequestError: These bytes are no header of an answer, or of another version.
     """
-    if not _ANSWER.size <= len(data) < _ANSWER.size + _MOST_PADDING or data[:5] != _FIRST_BYTES:
+    if not _ANSWER.size <= len(data) < _ANSWER.size + _MOST_PADDING or data[:5] != _ANSWER_STARTS:
         raise RequestError("the answer has no valid row header. Both sides must run the same version")
     *_, flags, floats = _ANSWER.unpack_from(data)
     return flags & 15, floats
