@@ -33,8 +33,8 @@ Item = TypeVar("Item")
 CLOSE_WITHIN = 5.0
 """Seconds that closing waits for a source that is being read."""
 MOST_AHEAD = 4
-"""Batches that are read ahead, and agreed on at once, at most. Each needs the memory of a batch, and saves
-one small call."""
+"""Batches that are agreed on at once, at most. A rank may have read twice as many and one: those that it has
+reported, and as many that wait in the queue of its reader."""
 
 
 class Readiness(IntEnum):
