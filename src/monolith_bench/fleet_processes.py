@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from monolith import native
 from monolith.data import Stream
 from monolith.feature import Batch, FeatureIds
 from monolith.model import DeepFM, apply_gradients
@@ -281,11 +282,12 @@ def asked_of(pipe: Connection) -> Iterator[Any]:
 def process(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     """Run a function in a process of its own, with a pipe to it first; it ends with the block.
 
-    On Linux it is a fork of this one, so nothing may have been computed here before.
+    On Linux it is a fork of this one, so nothing may have been computed here before. It keeps freed memory,
+    as every process of a run does.
     """
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=target, args=(theirs, *arguments), daemon=True)  # type: ignore[attr-defined]
+    child = context.Process(target=_begin, args=(target, theirs, *arguments), daemon=True)  # type: ignore[attr-defined]
     child.start()
     theirs.close()
     try:
@@ -299,6 +301,11 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[Connection
             child.kill()
             child.join()
         ours.close()
+
+
+def _begin(target: Callable[..., None], *arguments: Any) -> None:
+    native.keep_freed_memory()
+    target(*arguments)
 
 
 class RunningFleet:

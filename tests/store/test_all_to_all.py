@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,9 @@ from services.emulated_cuda import device_named, device_names
 from store.ranks import all_at_once, connected
 from torch import Tensor, nn
 
-from monolith.errors import ClusterError, TableArgumentError, UnavailableError
+from monolith.errors import ClusterError, RequestError, TableArgumentError, UnavailableError
 from monolith.store import AllToAllStore, LocalStore, RankGroups, TableIds
+from monolith.store.row_requests import HEADER_BYTES, RowCall, RowHeader
 from monolith.table import Adagrad, Segment, TableConfig, Zeros
 
 CONFIGS = {
@@ -92,6 +94,88 @@ def test_when_one_rank_is_given_nonsense_all_refuse_and_nothing_has_happened() -
         assert stores[0].stats()["a"].rows == 0
         trained(stores, [of(1), of(2)], [torch.ones(2)] * 2)  # and it goes on
         assert stores[0].stats()["a"].rows == 2
+
+
+def test_a_request_of_the_size_of_the_last_one_takes_one_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected(2) as groups:
+        stores = [store_of(one) for one in groups]
+        made: list[Sequence[int]] = []
+        real = groups[0].pushes.all_to_all
+
+        def counted(given: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+            made.append(sent)
+            return real(given, sent, received)
+
+        monkeypatch.setattr(groups[0].pushes, "all_to_all", counted)
+
+        def exchanges(many: int) -> int:
+            before = len(made)
+            trained(stores, [of(*range(many)), of(1)], [torch.ones(2 * many), torch.ones(2)])
+            return len(made) - before
+
+        found = [exchanges(many) for many in (8, 8, 4, 200, 200)]
+    assert found == [2, 1, 1, 2, 1], "the first request, and those that are larger, have no space yet"
+
+
+def test_requests_of_any_sizes_arrive_whole() -> None:
+    """Some fit in their space and others do not, on one rank or on several."""
+    draw = torch.Generator().manual_seed(3)
+    alone = LocalStore.from_configs(CONFIGS, threads=1)
+    with connected(3) as groups:
+        stores = [store_of(one) for one in groups]
+        for step in range(30):
+            ids = [
+                of(*torch.randperm(300, generator=draw)[: int(many)].tolist())
+                for many in torch.randint(0, 60, (3,), generator=draw)
+            ]
+            gradients = [torch.randn(2 * len(one.ids), generator=draw) for one in ids]
+            together = TableIds(
+                torch.cat([one.ids for one in ids]), torch.cat([one.sizes for one in ids]), batches=3
+            )
+            alone.apply_gradients(together, torch.cat(gradients), step=step)
+            trained(stores, ids, gradients, step=step)
+            found = all_at_once(*(partial(store.lookup, one) for store, one in zip(stores, ids, strict=True)))
+            assert [rows.tolist() for rows in found] == [alone.lookup(one).tolist() for one in ids]
+
+
+def test_a_refusal_does_not_change_the_space_of_later_requests() -> None:
+    with connected(2) as groups:
+        stores = [store_of(one) for one in groups]
+
+        def refused(store: AllToAllStore, given: Tensor) -> str:
+            with pytest.raises((ClusterError, TableArgumentError)):
+                store.apply_gradients(of(*range(50)), given)
+            return "refused"
+
+        for many in (2, 20, 3):
+            trained(stores, [of(*range(many)), of(1)], [torch.zeros(2 * many), torch.zeros(2)])
+            all_at_once(
+                partial(refused, stores[0], torch.ones(100)), partial(refused, stores[1], torch.ones(3))
+            )
+        trained(stores, [of(*range(90)), of(1)], [torch.ones(180), torch.zeros(2)])
+        assert stores[0].stats()["a"].rows == 90
+        assert (all_at_once(*(partial(store.lookup, of(*range(90))) for store in stores))[1] != 0).all()
+
+
+def test_a_rank_of_another_version_is_refused_and_none_hangs() -> None:
+    """Ranks of version 1 sent the headers of parameter servers in an exchange of their own."""
+    with connected(2) as groups:
+        store = store_of(groups[0])
+
+        def new() -> str:
+            with pytest.raises(ClusterError, match=r"rank 1 sent .* version 1, .* run the same version"):
+                store.lookup(of(1))
+            return "refused"
+
+        def old() -> str:
+            header = RowHeader(RowCall.LOOKUP, 0, 1, 1, number=1).packed()
+            given = torch.frombuffer(bytearray(header * 2), dtype=torch.uint8)
+            received = groups[1].lookups.all_to_all(given, [HEADER_BYTES] * 2, [HEADER_BYTES] * 2)
+            with pytest.raises(RequestError, match="Both sides must run the same version"):
+                RowHeader.read(received.numpy()[:HEADER_BYTES].tobytes())
+            return "refused"
+
+        assert all_at_once(new, old) == ["refused"] * 2
 
 
 def test_when_a_rank_is_gone_waiting_ranks_get_the_reason() -> None:

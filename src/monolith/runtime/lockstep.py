@@ -1,16 +1,20 @@
 """Reading in lockstep: ranks agree on which batches they train on.
 
-Every lookup is a collective call, so a rank may look a batch up only if all ranks have one. Before each
-batch, all ranks tell each other whether theirs is ready (one small all-gather):
+Every lookup is a collective call, so a rank may look a batch up only if all ranks have one. So all ranks tell
+each other how many batches they have read (one small all-gather), and then train on as many as each has:
 
-    all READY            every rank trains on its batch
-    one WAITING          every rank gets `SILENT` at the same place, unless silences are off
-    one ENDED            the data has ended for all; ranks that have a batch left drop it
+    rank 0 has 3, rank 1 has 2    every rank trains on 2 batches; the third of rank 0 is kept
+    one WAITING                   every rank gets `SILENT` at the same place, unless silences are off
+    one ENDED                     the data has ended for all; ranks that have batches left drop them
+
+How many batches a rank has depends on time, but only the number of all-gathers follows from it: the batches
+are the same, in the same order.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from enum import IntEnum
 from typing import Generic, TypeVar
@@ -28,10 +32,13 @@ Item = TypeVar("Item")
 
 CLOSE_WITHIN = 5.0
 """Seconds that closing waits for a source that is being read."""
+MOST_AHEAD = 4
+"""Batches that are agreed on at once, at most. A rank may have read twice as many and one: those that it has
+reported, and as many that wait in the queue of its reader."""
 
 
 class Readiness(IntEnum):
-    """What a rank tells the other ranks about its next batch."""
+    """What a rank tells the other ranks about its next batches: -n if it has n more than one."""
 
     READY = 0
     WAITING = 1
@@ -39,28 +46,40 @@ class Readiness(IntEnum):
 
 
 class _Reader(Generic[Item]):
-    """Reads one item ahead on a thread, so that a rank can report that it still waits for its source."""
+    """Reads items ahead on a thread, so that a rank can report that it still waits for its source."""
 
     def __init__(self, items: Iterator[Item]) -> None:
         self._items = items
-        self._found: concurrency.Queue[Item | BaseException | None] = concurrency.Queue(maxsize=1)
+        # The thread itself has one more in its hand, which waits for a place.
+        self._found: concurrency.Queue[Item | BaseException | None] = concurrency.Queue(maxsize=MOST_AHEAD)
+        self.held: deque[Item] = deque()
+        """Items that were read and are not trained on yet."""
+        self._last: BaseException | None = None
+        self._over = False  # `held` has the last items; after them comes `_last`, or the end
         self._closed = concurrency.Event()
         self._thread = concurrency.Thread(target=self._read, name="reader", daemon=True)
         self._thread.start()
 
-    def poll(self, timeout: float) -> tuple[Readiness, Item | None]:
-        """Return the next item, if it is read within `timeout` seconds, and the readiness to report.
+    def poll(self, timeout: float) -> int:
+        """Return the readiness to report, after `timeout` seconds at most if nothing is held.
 
         Raises:
-            BaseException: What reading raised.
+            BaseException: What reading raised, once all items before it were trained on.
         """
-        try:
-            found = self._found.get(timeout=timeout)
-        except concurrency.Empty:
-            return Readiness.WAITING, None
-        if isinstance(found, BaseException):
-            raise found
-        return (Readiness.ENDED if found is None else Readiness.READY), found
+        while not self._over and len(self.held) < MOST_AHEAD:
+            try:
+                found = self._found.get_nowait() if self.held else self._found.get(timeout=timeout)
+            except concurrency.Empty:
+                break
+            if found is None or isinstance(found, BaseException):
+                self._last, self._over = found, True
+            else:
+                self.held.append(found)
+        if self.held:
+            return Readiness.READY + 1 - len(self.held)
+        if self._last is not None:
+            raise self._last
+        return Readiness.ENDED if self._over else Readiness.WAITING
 
     def close(self) -> bool:
         """Stop reading; return False if the source is blocked in a read that does not return."""
@@ -116,22 +135,16 @@ def aligned(
     reader = _Reader(items)
     try:
         while True:
-            item: Item | None = None
-            readiness = Readiness.WAITING
-            while True:
-                # An item that was read is kept until all ranks have one: it is trained on exactly once.
-                if item is None:
-                    readiness, item = reader.poll(every)
-                word = torch.tensor([int(readiness), int(pressed())])
-                ranks, hurry = collective.all_gather(word).T.tolist()
-                if Readiness.ENDED in ranks:
-                    return
-                if Readiness.WAITING not in ranks:
-                    break
-                if silences or any(hurry):
-                    yield SILENT
-            assert item is not None
-            yield item
+            # Items that were read are kept until all ranks have one: each is trained on exactly once.
+            word = torch.tensor([reader.poll(every), int(pressed())])
+            ranks, hurry = collective.all_gather(word).T.tolist()
+            if Readiness.ENDED in ranks:
+                return
+            if Readiness.WAITING not in ranks:
+                for _ in range(1 - max(ranks)):  # as many as the rank has that has the fewest
+                    yield reader.held.popleft()
+            elif silences or any(hurry):
+                yield SILENT
     finally:
         if not reader.close():
             on_stuck()

@@ -8,9 +8,9 @@ that it hashes to (`Routes`). One step of two ranks, rows held by the ranks:
              ◄── all_to_all of rows ──────  each rank gets its rows back in its own order
     push     ── all_to_all of gradients ─►  rank 0 sums both gradients of 4 in rank order, takes one step
 
-Because the owner sums in rank order, the result does not depend on the speed of any rank. A small header goes
-ahead of each exchange, so that every rank knows how many bytes will follow. A rank whose arguments are
-invalid sends a refusal in place of its header: then all ranks refuse the call, and none hangs.
+Because the owner sums in rank order, the result does not depend on the speed of any rank. A rank whose
+arguments are invalid sends a refusal in place of its requests: then all ranks refuse the call, and none
+hangs.
 
 With `ServedRankStore` the rows are on parameter servers: ranks look rows up there directly, and the owner of
 an ID sends the summed gradient to its server, which sees one push per ID and step. The rows that a lookup
@@ -22,6 +22,8 @@ returns are the same in every run, however fast each rank is:
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from monolith.errors import ClusterError, FeatureError, TableClosedError
+from monolith.errors import ClusterError, FeatureError, RequestError, TableClosedError
 from monolith.store.dense import check_optimizer_covers
 from monolith.store.local import LocalStore
 from monolith.store.rank_groups import Collective, RankGroups
@@ -44,6 +46,7 @@ from monolith.store.row_requests import (
     RowCall,
     RowFlags,
     RowHeader,
+    RowProtocol,
     RowRequest,
 )
 from monolith.store.store import Store, TableIds, add_stats
@@ -108,10 +111,17 @@ class ReceivedRequests:
 class RankExchange:
     """One kind of call between all ranks, on a group of its own. Used by one thread at a time.
 
-    Shapes, with n ranks: first every rank sends n headers and receives n, each uint8 of (HEADER_BYTES,). The
-    headers tell how large the requests are. Then it sends uint8 of (sum over r of bytes for rank r,) and
-    receives uint8 of (sum over r of bytes from rank r,); each request is padded to 8 bytes, so that the int64
-    ids inside can be read in place.
+    A call is one all_to_all, with a slice for each rank: the header of the request, and the request. Both
+    ends of a slice must know its length before it is sent, and only the sender knows its request. So a slice
+    has a space, which both ends compute from the requests that went the same way in the last calls:
+
+        call 1    space 72     header                      MORE ──► second all_to_all: the request, 800 bytes
+        call 2    space 904    header | request, 792 bytes | zeros
+        call 3    space 904    header | 832 bytes of it    MORE ──► second all_to_all: the other 40 bytes
+
+    A rank of which one request does not fit sets MORE in all of its headers, so all ranks know that there is
+    a second exchange. The int64 IDs of a request are read in place: slices and headers have multiples of 8
+    bytes.
     """
 
     def __init__(self, collective: Collective, partitioner: RequestPartitioner, call: RowCall) -> None:
@@ -119,51 +129,106 @@ class RankExchange:
         self.partitioner = partitioner
         partitioner.memory = self._lay_out
         self._call = call
-        self._outgoing: Bytes = np.empty(0, np.uint8)
         self._calls = 0
+        # By rank: the bytes of the last requests to it and from it. What this rank has of another as `_sent`,
+        # the other has of this one as `_received`.
+        self._sent = [deque[int](maxlen=_REMEMBERED) for _ in range(collective.size)]
+        self._received = [deque[int](maxlen=_REMEMBERED) for _ in range(collective.size)]
+        self._outgoing: Bytes = np.empty(0, np.uint8)
 
     def exchange(
         self, partition: Callable[[], PartitionedRequest]
     ) -> tuple[PartitionedRequest, ReceivedRequests]:
         """Send every rank its part of a call; return this rank's call and the requests of all ranks to it."""
         self._calls += 1
+        sent, received = ([_space(one) for one in way] for way in (self._sent, self._received))
         try:
             call = partition()
         except BaseException:
-            # The other ranks wait for a header. Without this refusal they would hang until the timeout.
-            self._send_headers([_REFUSED] * self.collective.size)
+            # The other ranks wait for slices. Without this refusal they would hang until the timeout.
+            self.collective.all_to_all(torch.zeros(sum(sent), dtype=torch.uint8), sent, received)
             raise
-        headers = self._send_headers(
-            [header._replace(number=self._calls).packed() for header in call.headers]
-        )
+        self._fill_slices(call, sent)
+        there = self.collective.all_to_all(torch.from_numpy(self._outgoing), sent, received)
+        data = there.cpu().numpy()
+        starts = _starts(received)
+        headers = [
+            self._checked(rank, data[at : at + HEADER_BYTES].tobytes()) for rank, at in enumerate(starts)
+        ]
         # After this line all ranks proceed or all raise: each has seen the same headers, refusals included.
-        received = [self._checked(rank, data) for rank, data in enumerate(headers)]
         cells = len(self.partitioner.dims)
         arrays: list[dict[str, Any]] = [
             {"cells": one.batches * cells, "ids": one.ids, "floats": one.floats, "flags": one.flags}
-            for one in received
+            for one in headers
         ]
         sizes = [RowRequest.size(**one) for one in arrays]
-        padded = [_padded(size) for size in sizes]
-        sent = [_padded(len(data)) for data in call.requests]
-        there = self.collective.all_to_all(torch.from_numpy(self._outgoing), sent, padded)
-        data = there.cpu().numpy()
-        requests, offset = [], 0
-        for size, padded_size, one in zip(sizes, padded, arrays, strict=True):
-            requests.append(RowRequest(data[offset : offset + size], **one))
-            offset += padded_size
-        return call, ReceivedRequests(list(zip(received, requests, strict=True)), data, there)
+        begin = [at + HEADER_BYTES for at in starts]
+        if any(one.flags & RowFlags.MORE for one in headers):
+            there = self._with_rest(call, sent, there, received, sizes)
+            data, begin = there.cpu().numpy(), _starts([_padded(size) for size in sizes])
+        for rank in range(self.collective.size):
+            self._sent[rank].append(len(call.requests[rank]))
+            self._received[rank].append(sizes[rank])
+        requests = [
+            RowRequest(data[at : at + size], **one)
+            for at, size, one in zip(begin, sizes, arrays, strict=True)
+        ]
+        return call, ReceivedRequests(list(zip(headers, requests, strict=True)), data, there)
 
-    def _send_headers(self, headers: Sequence[bytes]) -> list[bytes]:
-        data = torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)
-        lengths = [HEADER_BYTES] * self.collective.size
-        received = self.collective.all_to_all(data, lengths, lengths).cpu().numpy().tobytes()
-        return [received[at : at + HEADER_BYTES] for at in range(0, len(received), HEADER_BYTES)]
+    def _lay_out(self, sizes: Sequence[int]) -> list[Bytes]:
+        """Return the memory of the requests: in the slices that are sent, if all have space there."""
+        spaces = [_space(one) for one in self._sent]
+        self._outgoing = np.empty(sum(spaces), np.uint8)
+        if not _all_fit(sizes, spaces):
+            return [np.empty(size, np.uint8) for size in sizes]
+        starts = [at + HEADER_BYTES for at in _starts(spaces)]
+        return [self._outgoing[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+
+    def _fill_slices(self, call: PartitionedRequest, spaces: Sequence[int]) -> None:
+        """Write the headers, and as much of the requests as is not there yet."""
+        fit = _all_fit([len(one) for one in call.requests], spaces)
+        more = RowFlags.NONE if fit else RowFlags.MORE
+        for header, request, at, space in zip(
+            call.headers, call.requests, _starts(spaces), spaces, strict=True
+        ):
+            numbered = header._replace(number=self._calls, flags=header.flags | more)
+            place = self._outgoing[at : at + space]
+            place[:HEADER_BYTES] = np.frombuffer(numbered.packed(RowProtocol.RANKS), np.uint8)
+            if not fit:
+                place[HEADER_BYTES : HEADER_BYTES + len(request)] = request[: space - HEADER_BYTES]
+            place[HEADER_BYTES + len(request) :] = 0  # this memory had something else before
+
+    def _with_rest(
+        self,
+        call: PartitionedRequest,
+        sent: Sequence[int],
+        there: Tensor,
+        received: Sequence[int],
+        sizes: Sequence[int],
+    ) -> Tensor:
+        """Exchange what had no space; return the requests of all ranks, each padded to 8 bytes."""
+        outgoing = [
+            request[space - HEADER_BYTES :] for request, space in zip(call.requests, sent, strict=True)
+        ]
+        missing = [max(size - space + HEADER_BYTES, 0) for size, space in zip(sizes, received, strict=True)]
+        rest = self.collective.all_to_all(
+            torch.from_numpy(np.concatenate(outgoing)), [len(one) for one in outgoing], missing
+        )
+        parts = []
+        for size, place, late in zip(
+            sizes, torch.split(there, list(received)), torch.split(rest, missing), strict=True
+        ):
+            padding = there.new_zeros(_padded(size) - size)
+            parts += [place[HEADER_BYTES : HEADER_BYTES + size], late, padding]
+        return torch.cat(parts)
 
     def _checked(self, rank: int, data: bytes) -> RowHeader:
         if data == _REFUSED:
             raise ClusterError(f"rank {rank} refused the arguments of this call, so no rank applied it")
-        header, number = RowHeader.read(data), self.partitioner.number
+        try:
+            header, number = RowHeader.read(data, RowProtocol.RANKS), self.partitioner.number
+        except RequestError as error:
+            raise ClusterError(f"rank {rank} sent a request that this rank cannot read: {error}") from error
         if (header.call, header.store, header.number) != (self._call, number, self._calls):
             raise ClusterError(
                 f"rank {rank} makes another call: {header.call.name} {header.number} of store "
@@ -172,12 +237,25 @@ class RankExchange:
             )
         return header
 
-    def _lay_out(self, sizes: Sequence[int]) -> list[Bytes]:
-        """Return the memory of the requests: one after the other, as they are sent."""
-        padded = [_padded(size) for size in sizes]
-        self._outgoing = np.empty(sum(padded), np.uint8)
-        starts = np.cumsum([0, *padded[:-1]])
-        return [self._outgoing[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+
+_REMEMBERED = 8
+"""Calls whose requests decide on the space of the next one: after a large one, it is not kept for long."""
+
+
+def _space(sizes: Collection[int]) -> int:
+    """Return the bytes of a slice, from those of the last requests that went the same way."""
+    largest = max(sizes, default=0)
+    # Requests of two batches of the same size differ by a few in a thousand: few of them need MORE.
+    return HEADER_BYTES + _padded(largest + largest // 32)
+
+
+def _all_fit(sizes: Sequence[int], spaces: Sequence[int]) -> bool:
+    return all(HEADER_BYTES + size <= space for size, space in zip(sizes, spaces, strict=True))
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Return where each of some pieces begins that follow each other."""
+    return list(itertools.accumulate(sizes[:-1], initial=0))
 
 
 def _padded(size: int) -> int:

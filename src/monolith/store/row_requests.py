@@ -18,7 +18,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from functools import lru_cache
 from typing import Final, NamedTuple, Self
 
@@ -32,12 +32,27 @@ from monolith.store.store import TableIds
 from monolith.table import TableConfig, arguments
 from monolith.wire.bulk import Bytes
 
-_MAGIC, _VERSION = b"MRow", 1
+
+class RowProtocol(Enum):
+    """The first bytes of the headers of a protocol, and the flags that it knows."""
+
+    SERVERS = (b"MRow", 1, 31)
+    """Between workers and parameter servers."""
+    RANKS = (b"MRnk", 2, 63)
+    """Between ranks. In version 1 they sent the headers of servers, each in an exchange of its own."""
+
+    def __init__(self, magic: bytes, version: int, flags: int) -> None:
+        self.magic = magic
+        self.version = version
+        self.flags = flags
+
+
 _HEADER = struct.Struct("<4sBBHIIQQqQ8s8sQ")
 HEADER_BYTES = _HEADER.size
 _ANSWER = struct.Struct("<4sBBHQ")
 ANSWER_BYTES = _ANSWER.size
 """Bytes of the header of an answer; serving servers append a claim to it."""
+_ANSWER_STARTS = RowProtocol.SERVERS.magic + bytes([RowProtocol.SERVERS.version])
 _ANYTHING = bytes(8)
 _MOST_PADDING = 8
 """A header is followed by fewer than this many bytes of padding. See `BulkMessages.padded`."""
@@ -64,6 +79,8 @@ class RowFlags:
     """Rows are half floats; in a request: the answer may have half floats."""
     REPEATED: Final = 16
     """In a push: IDs of one table may repeat within a batch."""
+    MORE: Final = 32
+    """Between ranks: a request of this rank is larger than its space, see `RankExchange`."""
 
 
 @lru_cache(maxsize=64)
@@ -89,10 +106,10 @@ class RowHeader(NamedTuple):
     number: int = 0
     """From 1 on in a push; see `monolith.store.pushes`."""
 
-    def packed(self) -> bytes:
+    def packed(self, protocol: RowProtocol = RowProtocol.SERVERS) -> bytes:
         return _HEADER.pack(
-            _MAGIC,
-            _VERSION,
+            protocol.magic,
+            protocol.version,
             self.call,
             self.flags,
             self.store,
@@ -107,7 +124,7 @@ class RowHeader(NamedTuple):
         )
 
     @classmethod
-    def read(cls, data: bytes) -> Self:
+    def read(cls, data: bytes, protocol: RowProtocol = RowProtocol.SERVERS) -> Self:
         """Return the header of a message.
 
         Raises:
@@ -117,12 +134,12 @@ class RowHeader(NamedTuple):
             raise RequestError(f"a header of rows has {_HEADER.size} bytes and padding, got {len(data)}")
         magic, version, call, flags, *rest = _HEADER.unpack_from(data)
         store, batches, ids, floats, step, event_time, incarnation, sender, number = rest
-        if magic != _MAGIC or version != _VERSION:
+        if magic != protocol.magic or version != protocol.version:
             raise RequestError(
-                f"its header begins with {magic!r}, version {version}, not {_MAGIC!r}, version {_VERSION}. "
-                "Both sides must run the same version"
+                f"its header begins with {magic!r}, version {version}, not {protocol.magic!r}, version "
+                f"{protocol.version}. Both sides must run the same version"
             )
-        if call not in _CALLS or flags > _ALL_FLAGS:
+        if call not in _CALLS or flags > protocol.flags:
             raise RequestError(f"its header has the call {call} and the flags {flags:#x}, which do not exist")
         if not 1 <= batches <= _MOST_BATCHES:
             raise RequestError(f"batches must be a whole number from 1 to {_MOST_BATCHES}, got {batches}")
@@ -148,12 +165,11 @@ class RowHeader(NamedTuple):
 
 
 _CALLS = {int(call): call for call in RowCall}
-_ALL_FLAGS = 31
 
 
 def pack_answer(flags: int, floats: int) -> bytes:
     """Return the header of an answer."""
-    return _ANSWER.pack(_MAGIC, _VERSION, 0, flags, floats)
+    return _ANSWER.pack(RowProtocol.SERVERS.magic, RowProtocol.SERVERS.version, 0, flags, floats)
 
 
 def read_answer(data: bytes) -> tuple[int, int]:
@@ -162,7 +178,7 @@ def read_answer(data: bytes) -> tuple[int, int]:
     Raises:
         RequestError: These bytes are no header of an answer, or of another version.
     """
-    if not _ANSWER.size <= len(data) < _ANSWER.size + _MOST_PADDING or data[:5] != _MAGIC + bytes([_VERSION]):
+    if not _ANSWER.size <= len(data) < _ANSWER.size + _MOST_PADDING or data[:5] != _ANSWER_STARTS:
         raise RequestError("the answer has no valid row header. Both sides must run the same version")
     *_, flags, floats = _ANSWER.unpack_from(data)
     return flags & 15, floats
