@@ -175,12 +175,10 @@ class Records:
         """Where the values of all columns are, if none of them was looked at yet and none is shared."""
         return self.columns.unmoved if isinstance(self.columns, GatheredColumns) else None
 
-    def hashes(
-        self, names: Sequence[str], seed: int, times: Collection[str] = ()
-    ) -> NDArray[np.uint64] | None:
-        """Return a hash of what each record has in some columns; None if some columns are shared."""
+    def in_blocks(self) -> UnmovedRows | None:
+        """Return where the core finds the values of all columns; None if some are shared. Moves nothing."""
         chosen = self._choose(slice(0, self.size))
-        return None if chosen is None else chosen.hashes(names, seed, times)
+        return None if chosen is None else chosen.unmoved
 
     def _choose(self, rows: Rows) -> GatheredColumns | None:
         """Return some rows, to be moved later; None if only this class can move them: some are shared."""

@@ -12,7 +12,7 @@ a column is looked at: then the core gathers all columns in one call, without th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,20 +144,6 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
     def one_by_one(self) -> GatheredColumns:
         """Return the same rows, of which each column is gathered on its own: for a look at a few of them."""
         return self if self._places is None else _OneByOne(self._layout, self._places)
-
-    def hashes(
-        self, names: Sequence[str], seed: int, times: Collection[str] = ()
-    ) -> NDArray[np.uint64] | None:
-        """Return a hash of what each row has in some columns; None if rows were moved already.
-
-        Args:
-            times: Columns in which the text of a whole number counts as that number.
-        """
-        places = self._places
-        if places is None:
-            return None
-        columns = [(places.numbers[name], name in times) for name in names]
-        return native.hash_rows(places.blocks, places.block_of, places.rows, columns, seed)
 
     def _gathered(self) -> dict[str, RaggedTensor]:
         places = self._places

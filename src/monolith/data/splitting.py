@@ -21,6 +21,7 @@ from monolith.data.config import DataSplit, Part, moment_of
 from monolith.data.records import Records
 from monolith.data.source import Stream
 from monolith.errors import DataError
+from monolith.feature.spec import UnmovedRows
 from monolith.feature.spec.times import TIME, read_times, whole_texts, without_empty_texts
 from monolith.table.hashing import mix
 from monolith.tensors import RaggedTensor
@@ -58,8 +59,13 @@ def part_filter(
     def by_chance(records: Records) -> Tensor:
         low, high = _range(part, split)
         chosen = list(records.columns) if deciding is None else deciding
-        drawn = fractions(records, chosen, split.seed, times)
-        return torch.from_numpy((drawn >= low) & (drawn < high))
+        if (rows := records.in_blocks()) is None:
+            drawn = fractions(records, chosen, split.seed, times)
+            return torch.from_numpy((drawn >= low) & (drawn < high))
+        hashed = _hashed_columns(rows, _there(records, chosen), times)
+        seed = split.seed % (1 << 64)
+        kept = native.drawn_rows(rows.blocks, rows.block_of, rows.rows, hashed, seed, low, high)
+        return torch.from_numpy(kept.view(np.bool_))
 
     return by_chance
 
@@ -79,15 +85,29 @@ def fractions(
 def _record_hashes(
     records: Records, columns: Sequence[str], seed: int, times: Collection[str]
 ) -> NDArray[np.uint64]:
+    there, seed = _there(records, columns), seed % (1 << 64)
+    if (rows := records.in_blocks()) is not None:
+        hashed = _hashed_columns(rows, there, times)
+        return native.hash_rows(rows.blocks, rows.block_of, rows.rows, hashed, seed)
+    # Some columns are shared by all records: the same, column by column.
+    total = mix(np.full(len(records), seed, dtype=np.uint64))
+    for name in there:
+        total = mix(total ^ _row_hashes(records[name], name in times))
+    return total
+
+
+def _there(records: Records, columns: Sequence[str]) -> list[str]:
     there = [name for name in sorted(columns) if name in records.columns]
     if not there:
         raise DataError(f"cannot split: the data has none of the columns {', '.join(columns)}")
-    total = records.hashes(there, seed % (1 << 64), times)
-    if total is None:  # some columns are shared by all records: the same, column by column
-        total = mix(np.full(len(records), seed % (1 << 64), dtype=np.uint64))
-        for name in there:
-            total = mix(total ^ _row_hashes(records[name], name in times))
-    return total
+    return there
+
+
+def _hashed_columns(
+    rows: UnmovedRows, names: Sequence[str], times: Collection[str]
+) -> list[tuple[int, bool]]:
+    """Return columns as the core hashes them; of times, the text of a whole number counts as that number."""
+    return [(rows.numbers[name], name in times) for name in names]
 
 
 def last_filter(
