@@ -77,6 +77,7 @@ void bind_row_gather(nb::module_& m) {
           "key"_a, "found"_a.noconvert(),
           nb::sig("def mark(self, key: object, found: NDArray[numpy.uint8]) -> None"),
           "Keep what was found about each row for `marked_rows`, before another thread has the block.")
+      .def("__len__", &ColumnBlock::rows)
       .def_prop_ro("types", &ColumnBlock::types, "What the values of each column are.")
       .def_prop_ro("nbytes", &ColumnBlock::bytes, "Memory of all columns.");
   m.def("gather_rows", &gather_rows, "blocks"_a, "block_of"_a.noconvert().none(), "rows"_a.noconvert(),

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from monolith import native
 from monolith.data.row_gathering import GatheredColumns, RowBlock, Rows, bytes_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, ColumnKind, FeatureIds, FeatureSpec
@@ -126,9 +127,7 @@ class Records:
 
     def keep(self, mask: Tensor) -> Records:
         """Return the records where the bool `mask` is True."""
-        if mask.dtype is not torch.bool or mask.shape != (self.size,):
-            raise DataError(f"records: a mask must be bool of shape ({self.size},), got {tuple(mask.shape)}")
-        return self if bool(mask.all()) else self.take(mask.nonzero().squeeze(1))
+        return self if bool(checked_mask(self, mask).all()) else self.take(mask.nonzero().squeeze(1))
 
     def slice(self, begin: int, end: int) -> Records:
         """Return records [begin, end). Values are moved as in `take`."""
@@ -179,6 +178,29 @@ class Records:
         """Return where the core finds the values of all columns; None if some are shared. Moves nothing."""
         chosen = self._choose(slice(0, self.size))
         return None if chosen is None else chosen.unmoved
+
+    def mark(self, key: object, found: Tensor) -> None:
+        """Keep what was found about each record, where it lies: those taken out of these have it, too.
+
+        For the thread that made the records, before another one has them. Does nothing if columns are shared.
+
+        Args:
+            key: By which `marks` finds it, the same object.
+            found: bool, one per record.
+        """
+        places = self.in_blocks()
+        if places is not None and len(places.blocks) == 1:
+            marks = np.zeros(len(places.blocks[0]), np.uint8)
+            marks[places.rows] = found.numpy()
+            places.blocks[0].mark(key, marks)
+
+    def marks(self, key: object) -> Tensor | None:
+        """Return what was kept about each record; None if it was not, or values were moved since."""
+        places = self.unmoved
+        if places is None:
+            return None
+        found = native.marked_rows(places.blocks, places.block_of, places.rows, key)
+        return None if found is None else torch.from_numpy(found.view(np.bool_))
 
     def _choose(self, rows: Rows) -> GatheredColumns | None:
         """Return some rows, to be moved later; None if only this class can move them: some are shared."""
@@ -233,6 +255,13 @@ class Records:
                 f"CsvFormat(types={{{name!r}: torch.uint8}})"
             )
         return [[bytes(text) for text in row] for row in self[name].to_list()]
+
+
+def checked_mask(records: Records, mask: Tensor) -> Tensor:
+    """Return the mask; DataError if it is not one of these records."""
+    if mask.dtype is not torch.bool or mask.shape != (len(records),):
+        raise DataError(f"records: a mask must be bool of shape ({len(records)},), got {tuple(mask.shape)}")
+    return mask
 
 
 def concat(parts: Sequence[Records]) -> Records:

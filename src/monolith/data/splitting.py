@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from functools import cache
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import native
+from monolith.concurrency import Lock
 from monolith.data.config import DataSplit, Part, moment_of
 from monolith.data.records import Records
 from monolith.data.source import Stream
@@ -122,8 +122,7 @@ def last_filter(
     user = split.last_of
     assert user is not None
 
-    @cache
-    def found() -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    def find() -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Return the hashes of the records to evaluate on, and of those to predict."""
         whose, when, which = [], [], []
         with closing(source):
@@ -141,14 +140,31 @@ def last_filter(
         last = (np.cumsum(counts) - 1)[counts >= 3]
         return hashes[last - 1], hashes[last]
 
+    lock = Lock()
+    outcome: list[native.MarkedIds | Exception] = []
+
+    def withheld() -> native.MarkedIds:
+        """Return what `find` found, or raise what it raised; the first thread that asks looks."""
+        with lock:
+            if not outcome:
+                try:
+                    evaluated, predicted = find()
+                    marks = [np.full(len(evaluated), 1, np.uint64), np.full(len(predicted), 2, np.uint64)]
+                    ids = np.concatenate([evaluated, predicted]).view(np.int64)
+                    outcome.append(native.MarkedIds(ids, np.concatenate(marks)))
+                except Exception as error:
+                    outcome.append(error)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
     def hashed(records: Records) -> NDArray[np.uint64]:
         return _record_hashes(records, list(records.columns) if columns is None else columns, 0, ())
 
     def decide(records: Records) -> Tensor:
-        hashes = hashed(records)
-        evaluated, predicted = (np.isin(hashes, withheld) for withheld in found())
-        masks = {"predict": predicted, "evaluate": evaluated & ~predicted}
-        return torch.from_numpy(masks.get(part, ~(evaluated | predicted)))
+        marks = withheld().find(hashed(records).view(np.int64))
+        masks = {"predict": marks >= 2, "evaluate": marks == 1, "train": marks == 0}
+        return torch.from_numpy(masks[part])
 
     return decide
 

@@ -1590,6 +1590,8 @@ class ColumnBlock:
         Keep what was found about each row for `marked_rows`, before another thread has the block.
         """
 
+    def __len__(self) -> int: ...
+
     @property
     def types(self) -> list[ColumnType]:
         """What the values of each column are."""

@@ -52,6 +52,8 @@ def id_columns(records: Records, names: Sequence[str] | None) -> dict[str, Ragge
 class FilterByFid(Filter):
     """Keeps records that have at least one of `has_fids`, none of `filter_fids` and all of `select_fids`."""
 
+    any_thread = True
+
     has_fids: tuple[int, ...] = ()
     """At least one of these."""
     filter_fids: tuple[int, ...] = ()
@@ -85,6 +87,8 @@ class FilterByFid(Filter):
 class FilterBySlot(Filter):
     """Keeps records that have ids of all of some slots."""
 
+    any_thread = True
+
     select_slots: tuple[int, ...]
     version: int = 2
     """The version of the fids: 2 for parsed ones, 1 if a column has them as they came."""
@@ -110,6 +114,8 @@ class FilterBySlot(Filter):
 class FilterByAction(Filter):
     """Keeps records with at least one of some actions."""
 
+    any_thread = True
+
     has_actions: tuple[int, ...]
 
     def mask(self, records: Records) -> Tensor:
@@ -124,6 +130,8 @@ class FilterByLabel(Filter):
 
     A record with fewer labels than there are thresholds is dropped.
     """
+
+    any_thread = True
 
     thresholds: tuple[float, ...]
 

@@ -67,6 +67,8 @@ class FilterByValue(Filter):
     A file of operands is read when the first records come.
     """
 
+    any_thread = True
+
     column: str
     """What to look at."""
     op: Op
@@ -192,7 +194,8 @@ class FilterByValue(Filter):
     def _read_file(self, path: str) -> list[str]:
         if not self._from_file:
             lines = filesystem.read_bytes(path).decode().splitlines()
-            self._from_file.extend(line.strip() for line in lines if line.strip())
+            # All at once: another thread may be here, too.
+            self._from_file[:] = [line.strip() for line in lines if line.strip()]
         return self._from_file
 
     def _operands(self) -> tuple[Operand, ...]:
