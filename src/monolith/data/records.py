@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import native
-from monolith.data.row_gathering import GatheredColumns, RowBlock, Rows, bytes_of
+from monolith.data.row_gathering import GatheredColumns, RowBlock, Rows, View, bytes_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, ColumnKind, FeatureIds, FeatureSpec
 from monolith.feature.spec import UnmovedRows
@@ -179,6 +179,24 @@ class Records:
         chosen = self._choose(slice(0, self.size))
         return None if chosen is None else chosen.unmoved
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the type of the values of a column that is there. Moves nothing."""
+        if isinstance(self.columns, GatheredColumns):
+            return self.columns.dtype_of(name)
+        return self.columns[name].dtype
+
+    def views(self, names: Sequence[str]) -> list[View]:
+        """Return where the core finds the values of some columns that are there: one row per record."""
+        if (places := self.in_blocks()) is not None:
+            numbers = [places.numbers[name] for name in names]
+            return [(places.blocks, places.block_of, places.rows, numbers)]
+        found: list[View] = []
+        for name in names:
+            shared = name in self.shared
+            rows = np.zeros(self.size, np.int64) if shared else np.arange(self.size)
+            found.append(((RowBlock.copied(self.columns[name]),), None, rows, [0]))
+        return found
+
     def mark(self, key: object, found: Tensor) -> None:
         """Keep what was found about each record, where it lies: those taken out of these have it, too.
 
@@ -195,7 +213,7 @@ class Records:
             places.blocks[0].mark(key, marks)
 
     def marks(self, key: object) -> Tensor | None:
-        """Return what was kept about each record; None if it was not, or values were moved since."""
+        """Return the marks under a key; None if there are none, or values were moved since."""
         places = self.unmoved
         if places is None:
             return None

@@ -34,6 +34,10 @@ _DTYPES = {
 _TYPES = (torch.uint8, torch.int64, torch.float32)
 
 
+View = tuple[tuple[native.ColumnBlock, ...], NDArray[np.int32] | None, NDArray[np.int64], Sequence[int]]
+"""Where rows of some columns are: blocks, the block of each row, the rows, and the numbers of the columns."""
+
+
 class BlockLayout(NamedTuple):
     """Which columns a block has: only blocks of one layout are gathered together."""
 
@@ -65,6 +69,15 @@ class RowBlock(NamedTuple):
             return cls(_layout(columns, types), native.ColumnBlock(size, parts, _TYPES))
         except ValueError:
             return None
+
+    @staticmethod
+    def copied(column: RaggedTensor) -> native.ColumnBlock:
+        """Return a block of one column, wherever that is."""
+        values = column.values
+        inner = values.row_splits if isinstance(values, RaggedTensor) else None
+        parts = [None if one is None else one.cpu().contiguous() for one in (inner, column.row_splits)]
+        flat = column.flat_values.detach().cpu().contiguous()
+        return native.ColumnBlock(column.nrows, [(flat, *parts)], _TYPES)
 
     @classmethod
     def parsed(cls, names: Sequence[str], columns: native.ColumnBlock) -> RowBlock:
@@ -101,6 +114,9 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
     def unmoved(self) -> UnmovedRows | None:
         """Where the values are; None if they were gathered."""
         return self._places
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._layout.types[self._layout.numbers[name]]
 
     @property
     def nbytes(self) -> int:

@@ -53,7 +53,9 @@ def part_filter(
         times: Those that hold times, which may be numbers as texts.
     """
     if split.time is not None:
-        return lambda records: _by_time(part, split, records)
+        low, high = _times_in(part, split)
+        within = native.RowTest("between", decimals=[low, high], any=1)
+        return lambda records: _by_time(part, split, within, records)
     deciding = split.by or columns
 
     def by_chance(records: Records) -> Tensor:
@@ -180,15 +182,36 @@ def _range(part: Part, split: DataSplit) -> tuple[float, float]:
     return bounds[part]
 
 
-def _by_time(part: Part, split: DataSplit, records: Records) -> Tensor:
-    timed, values = _times_of(split, records)
+def _by_time(part: Part, split: DataSplit, within: native.RowTest, records: Records) -> Tensor:
+    assert split.time is not None
+    if _are_times(split) or split.time not in records.columns or records.dtype_of(split.time) is torch.uint8:
+        timed, values = _times_of(split, records)
+        low, high = _times_in(part, split)
+        kept = torch.from_numpy((values >= low) & (values < high))
+        return torch.where(timed, kept, part == "train")
+    views = records.views([split.time])
+    found = within.passing(views, len(records), empty=part == "train", single=True)
+    if found.max(initial=0) > 1:
+        raise _several_times(split)
+    return torch.from_numpy(found.view(np.bool_))
+
+
+def _times_in(part: Part, split: DataSplit) -> tuple[float, float]:
+    """Return the first time of a part, and the first after it."""
     end = float("inf")
     predicted = end if split.predict_from is None else moment_of(split.predict_from)
     evaluated = predicted if split.evaluate_from is None else moment_of(split.evaluate_from)
     bounds = {"train": (-end, evaluated), "evaluate": (evaluated, predicted), "predict": (predicted, end)}
-    low, high = bounds[part]
-    kept = torch.from_numpy((values >= low) & (values < high))
-    return torch.where(timed, kept, part == "train")
+    return bounds[part]
+
+
+def _are_times(split: DataSplit) -> bool:
+    """Whether numbers are times, too; otherwise they may be of any kind, such as days, and stay."""
+    return any(isinstance(at, str) for at in (split.evaluate_from, split.predict_from))
+
+
+def _several_times(split: DataSplit) -> DataError:
+    return DataError(f"cannot split by time: a record has several values in column {split.time!r}")
 
 
 def _times_of(split: DataSplit, records: Records) -> tuple[Tensor, NDArray[np.float64]]:
@@ -196,9 +219,9 @@ def _times_of(split: DataSplit, records: Records) -> tuple[Tensor, NDArray[np.fl
     assert split.time is not None
     column = records[split.time]
     if bool((column.row_lengths() > 1).any()):
-        raise DataError(f"cannot split by time: a record has several values in column {split.time!r}")
+        raise _several_times(split)
     values = column.flat_values.double()
-    are_times = any(isinstance(at, str) for at in (split.evaluate_from, split.predict_from))
+    are_times = _are_times(split)
     if column.dtype is torch.uint8 or are_times:
         column, values = _moments(column, split.time, are_times)
     timed = column.row_lengths() == 1

@@ -23,7 +23,6 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -67,9 +66,12 @@ class TransformedByContent(Stage[Records, Records]):
     def _asked(self) -> Sequence[Transform]:
         """Return the transforms; the filters before the first of another kind as they are asked ahead."""
         if self._steps is None:
-            first = list(takewhile(lambda one: isinstance(one, Filter) and one.any_thread, self.transforms))
-            ahead = [_FilteredAhead(self._source.ask_ahead(one.mask)) for one in first]
-            self._steps = [*ahead, *self.transforms[len(first) :]]
+            ahead: list[Transform] = []
+            for one in self.transforms:
+                if not (isinstance(one, Filter) and one.any_thread):
+                    break
+                ahead.append(_FilteredAhead(self._source.ask_ahead(one.mask)))
+            self._steps = [*ahead, *self.transforms[len(ahead) :]]
         return self._steps
 
     def __iter__(self) -> Iterator[Records]:
