@@ -74,10 +74,9 @@ class RowBlock(NamedTuple):
     def copied(column: RaggedTensor) -> native.ColumnBlock:
         """Return a block of one column, wherever that is."""
         values = column.values
-        inner = values.row_splits if isinstance(values, RaggedTensor) else None
-        parts = [None if one is None else one.cpu().contiguous() for one in (inner, column.row_splits)]
+        texts = values.row_splits.cpu().contiguous() if isinstance(values, RaggedTensor) else None
         flat = column.flat_values.detach().cpu().contiguous()
-        return native.ColumnBlock(column.nrows, [(flat, *parts)], _TYPES)
+        return native.ColumnBlock(column.nrows, [(flat, texts, column.row_splits.cpu().contiguous())], _TYPES)
 
     @classmethod
     def parsed(cls, names: Sequence[str], columns: native.ColumnBlock) -> RowBlock:

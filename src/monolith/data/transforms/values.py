@@ -127,8 +127,8 @@ class FilterByValue(Filter):
         if self.op in ORDERED or self.op in TEXT_ONLY:
             return [native.RowTest(self.op, **_operands(compared), any=1)]
         wishes = [1] * len(compared)
-        wanted = {"none" if self.op in ("neq", "not-in", "diff") else "any": 1}
-        return [native.RowTest("one of", **_operands(compared), wishes=wishes, **wanted)]
+        none = int(self.op in ("neq", "not-in", "diff"))
+        return [native.RowTest("one of", **_operands(compared), wishes=wishes, any=1 - none, none=none)]
 
     def _operands_for(self, dtype: torch.dtype) -> list[Any]:
         """Return the operands as values of the column's type."""
