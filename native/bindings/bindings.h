@@ -26,6 +26,7 @@ void bind_infer_request(nanobind::module_& m);
 void bind_examples(nanobind::module_& m);
 void bind_csv(nanobind::module_& m);
 void bind_json(nanobind::module_& m);
+void bind_row_choice(nanobind::module_& m);
 void bind_row_gather(nanobind::module_& m);
 void bind_histories(nanobind::module_& m);
 void bind_cuda_driver(nanobind::module_& m);

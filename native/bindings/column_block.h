@@ -21,7 +21,7 @@
 
 namespace monolith {
 
-// The columns of some records, over memory that it keeps alive. Immutable.
+// The columns of some records, over memory that it keeps alive. Immutable, but for its marks.
 class ColumnBlock {
  public:
   ColumnBlock(std::size_t rows, const nanobind::list& columns, const nanobind::tuple& types) : rows_(rows) {
@@ -53,6 +53,19 @@ class ColumnBlock {
       settle_column(view);
       columns_.push_back(view);
     }
+  }
+
+  // Keeps what was found about each row, under a key that is known by its identity. With the GIL, and before
+  // another thread has the block.
+  void mark(nanobind::object key, std::vector<std::uint8_t>&& found) {
+    if (found.size() != rows_) throw std::invalid_argument("ColumnBlock: give a mark for each row");
+    marks_.emplace_back(std::move(key), std::move(found));
+  }
+  // What was kept under a key; nothing if nothing was. With the GIL.
+  const std::vector<std::uint8_t>* marks(nanobind::handle key) const {
+    for (const auto& [its_key, found] : marks_)
+      if (its_key.is(key)) return &found;
+    return nullptr;
   }
 
   std::size_t rows() const { return rows_; }
@@ -102,6 +115,7 @@ class ColumnBlock {
   // What the columns are views of: tensors, or the columns of a parser.
   std::vector<nanobind::object> kept_;
   std::vector<ParsedColumn> parsed_;
+  std::vector<std::pair<nanobind::object, std::vector<std::uint8_t>>> marks_;
 };
 
 // Rows of blocks of the same columns, checked.
@@ -138,6 +152,7 @@ class RowPlaces {
     }
     return found;
   }
+  const std::vector<const ColumnBlock*>& blocks() const { return blocks_; }
   std::span<const std::int32_t> which() const { return which_; }
   std::span<const std::int64_t> rows() const { return rows_; }
 

@@ -25,6 +25,7 @@ NB_MODULE(_core, m) {
   monolith::bind_csv(m);
   monolith::bind_json(m);
   monolith::bind_row_gather(m);
+  monolith::bind_row_choice(m);
   monolith::bind_histories(m);  // reads the blocks of records
   monolith::bind_cuda_driver(m);
   monolith::bind_http_load(m);

@@ -2,7 +2,6 @@
 #include "row_gather.h"
 
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <numeric>
@@ -13,7 +12,6 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "column_block.h"
-#include "hash.h"
 #include "permutation.h"
 
 namespace nb = nanobind;
@@ -53,20 +51,6 @@ nb::list gather_rows(const nb::tuple& blocks, const std::optional<Column<std::in
   return out;
 }
 
-auto hash_rows(const nb::tuple& blocks, const std::optional<Column<std::int32_t>>& block_of,
-               const Column<std::int64_t>& rows, const std::vector<std::pair<std::size_t, bool>>& columns,
-               std::uint64_t seed) {
-  const RowPlaces places(blocks, block_of, rows);
-  std::vector<std::uint64_t> totals(rows.size(), mix(seed));
-  {
-    GilReleased unlocked;
-    places.check();
-    for (const auto& [number, times] : columns)
-      hash_column(places.column(number), places.which(), places.rows(), times, totals);
-  }
-  return owned(std::move(totals));
-}
-
 auto permutation_of(std::size_t count, std::uint64_t state) {
   std::vector<std::int64_t> order;
   {
@@ -85,6 +69,15 @@ void bind_row_gather(nb::module_& m) {
                    "types: tuple[object, object, object]) -> None"),
            "Columns are tensors of (values, splits of texts, splits of rows), which are kept; `types` are "
            "torch's uint8, int64 and float32.")
+      .def(
+          "mark",
+          [](ColumnBlock& self, nb::object key, const Column<std::uint8_t>& found) {
+            self.mark(std::move(key), {found.data(), found.data() + found.size()});
+          },
+          "key"_a, "found"_a.noconvert(),
+          nb::sig("def mark(self, key: object, found: NDArray[numpy.uint8]) -> None"),
+          "Keep what was found about each row for `marked_rows`, before another thread has the block.")
+      .def("__len__", &ColumnBlock::rows)
       .def_prop_ro("types", &ColumnBlock::types, "What the values of each column are.")
       .def_prop_ro("nbytes", &ColumnBlock::bytes, "Memory of all columns.");
   m.def("gather_rows", &gather_rows, "blocks"_a, "block_of"_a.noconvert().none(), "rows"_a.noconvert(),
@@ -96,12 +89,6 @@ void bind_row_gather(nb::module_& m) {
         "(values, splits of rows, splits of texts) of each column, or of some, for these rows of these "
         "blocks, in "
         "order; the blocks have the same columns.");
-  m.def("hash_rows", &hash_rows, "blocks"_a, "block_of"_a.noconvert().none(), "rows"_a.noconvert(),
-        "columns"_a, "seed"_a,
-        nb::sig("def hash_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, "
-                "rows: NDArray[numpy.int64], columns: Sequence[tuple[int, bool]], seed: int) -> "
-                "NDArray[numpy.uint64]"),
-        "A hash of what each of these rows has in some columns, given as (number, whether it holds times).");
   m.def(
       "permutation", &permutation_of, "count"_a, "state"_a,
       nb::sig("def permutation(count: int, state: int) -> NDArray[numpy.int64]"),

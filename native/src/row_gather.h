@@ -40,10 +40,37 @@ void settle_column(SourceColumn& column);
 ParsedColumn gather_column(std::span<const SourceColumn* const> column,
                            std::span<const std::int32_t> block_of, std::span<const std::int64_t> rows);
 
-// Adds a hash of the values that each place has in a column to its total: total = mix(total ^ hash). Numbers
-// count by their bits and texts by their hash; in a column of times, a text of a whole number counts as that
-// number.
-void hash_column(std::span<const SourceColumn* const> column, std::span<const std::int32_t> block_of,
-                 std::span<const std::int64_t> rows, bool times, std::span<std::uint64_t> totals);
+// Rows of a column: the same column of several blocks, and which row of which of them comes next. Not
+// checked.
+class Places {
+ public:
+  struct Range {
+    std::int64_t begin, end;
+  };
+
+  Places(std::span<const SourceColumn* const> column, std::span<const std::int32_t> block_of,
+         std::span<const std::int64_t> rows)
+      : column_(column), block_of_(block_of), rows_(rows) {}
+
+  std::size_t size() const { return rows_.size(); }
+  const SourceColumn& block(std::size_t i) const {
+    return *column_[block_of_.empty() ? 0 : static_cast<std::size_t>(block_of_[i])];
+  }
+  std::size_t row(std::size_t i) const { return static_cast<std::size_t>(rows_[i]); }
+  Range values(std::size_t i) const {
+    const SourceColumn& column = block(i);
+    return {column.splits[row(i)], column.splits[row(i) + 1]};
+  }
+  bool one_each() const {
+    for (const SourceColumn* const column : column_)
+      if (!column->one_each) return false;
+    return true;
+  }
+
+ private:
+  const std::span<const SourceColumn* const> column_;
+  const std::span<const std::int32_t> block_of_;
+  const std::span<const std::int64_t> rows_;
+};
 
 }  // namespace monolith

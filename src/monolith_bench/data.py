@@ -2,15 +2,17 @@
 
 The usual way to read messages is the `protobuf` package, one object per record; the usual
 way to read Parquet is pyarrow's `to_numpy`, column by column; and Python's `csv` module reads
-CSV, a list per record. All end with the same batches. Messages of Kafka are measured if there is a broker;
-see `data_kafka`. The cost of turning raw columns into features is
-measured against reading the same columns unchanged; see `data_features`.
+CSV, a list per record, and its `json` module JSON lines. All end with the same batches. Messages of
+Kafka are measured if there is a broker; see `data_kafka`. The cost of turning raw columns into features is
+measured against reading the same columns unchanged; see `data_features`. Last, some of the files are read
+as a run reads them, shuffled, by more and more threads.
 """
 
 from __future__ import annotations
 
 import csv
 import itertools
+import json
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +25,8 @@ import torch
 from torch import Tensor
 
 from monolith import native
-from monolith.data import BatchSpec, Format, Records, make_batch
-from monolith.data.formats import CsvFormat, ParquetFormat, TfRecordFormat
+from monolith.data import BatchSpec, FileSource, Format, Pipeline, Records, ShuffleConfig, make_batch
+from monolith.data.formats import CsvFormat, JsonLinesFormat, ParquetFormat, TfRecordFormat
 from monolith.errors import ConfigError
 from monolith.feature import Batch, make_fid
 from monolith.tensors import RaggedTensor
@@ -48,21 +50,24 @@ class DataPlan:
     records: int
     features: int
     batch: int
-    threads: int
+    threads: tuple[int, ...]
     timing: Timing
     seed: int
 
     @classmethod
     def settle(cls, options: BenchDataOptions) -> DataPlan:
-        for name in ("records", "features", "batch", "threads", "repeats"):
+        for name in ("records", "features", "batch", "repeats"):
             if getattr(options, name) < 1:
                 raise ConfigError(f"bench data: --{name} must be at least 1, got {getattr(options, name)}")
+        if any(threads < 1 for threads in options.threads):
+            raise ConfigError(f"bench data: --threads must be at least 1, got {min(options.threads)}")
+        threads = options.threads or (*(1 << power for power in range(cores().bit_length())), cores())
         quick = options.quick
         return cls(
             records=min(options.records, 2000) if quick else options.records,
             features=options.features,
             batch=options.batch,
-            threads=min(options.threads, cores()),
+            threads=tuple(sorted({min(one, cores()) for one in threads})),
             timing=Timing(repeats=1 if quick else options.repeats, window=0.0),
             seed=options.seed,
         )
@@ -72,6 +77,7 @@ class DataPlan:
         return BatchSpec(
             ids=tuple(f"f{number:02d}" for number in range(self.features)),
             floats={f"x{number}": 1 for number in range(FLOATS)},
+            event_time=None,
         )
 
 
@@ -80,7 +86,7 @@ def run(options: BenchDataOptions) -> int:
     plan = DataPlan.settle(options)
     report = Report("data")
     torch_threads = torch.get_num_threads()
-    torch.set_num_threads(plan.threads)
+    torch.set_num_threads(plan.threads[-1])
     try:
         with tempfile.TemporaryDirectory(prefix="monolith-bench-") as folder:
             measure(plan, report, folder)
@@ -96,7 +102,7 @@ def run(options: BenchDataOptions) -> int:
 def measure(plan: DataPlan, report: Report, folder: str) -> None:
     records = make_records(plan)
     few = records.slice(0, max(plan.records // SLOW_SHARE, 1))
-    workers = native.Workers(plan.threads)
+    workers = native.Workers(plan.threads[-1])
     formats: dict[str, Format] = {
         "tf_example": TfRecordFormat("tf_example", workers=workers),
         "example": TfRecordFormat("example", workers=workers),
@@ -104,11 +110,13 @@ def measure(plan: DataPlan, report: Report, folder: str) -> None:
         "example_batch": TfRecordFormat("example_batch", workers=workers),
         "parquet": ParquetFormat(),
         "csv": CsvFormat(list_separator=SEPARATOR),
+        "jsonl": JsonLinesFormat(types=types_of(plan)),
     }
     slow: dict[str, tuple[str, Callable[[str, DataPlan], Iterator[Batch]]]] = {
         "tf_example": ("protobuf", with_protobuf),
         "parquet": ("pyarrow to_numpy", with_pyarrow),
         "csv": ("csv module", with_csv_module),
+        "jsonl": ("json module", with_json_module),
     }
     for name, format_ in formats.items():
         report.say(name)
@@ -134,6 +142,41 @@ def measure(plan: DataPlan, report: Report, folder: str) -> None:
         report.add(f"{name}, bytes", "mb_per_s", rates[name] * size / 1e6, "MB/s")
     report.show(f"{len(records):,} records of {plan.features} features of ids and {FLOATS} of floats")
     measure_features(plan, report, folder)
+    for name in ("csv", "jsonl", "tf_example", "parquet"):
+        measure_threads(plan, report, name, formats[name], f"{folder}/{name}.{name}")
+    report.show(f"{len(records):,} records, shuffled, with several threads")
+
+
+def measure_threads(plan: DataPlan, report: Report, name: str, format_: Format, path: str) -> None:
+    """Measure how fast so many threads read, shuffle and pack a file."""
+    report.say(f"{name}, with {', '.join(map(str, plan.threads))} threads")
+
+    def read(threads: int) -> Iterator[Batch]:
+        shuffle = ShuffleConfig(seed=plan.seed)
+        source = FileSource(
+            [path],
+            format_,
+            batch_size=plan.batch,
+            columns=plan.spec.columns,
+            shuffle=shuffle,
+            threads=threads,
+        )
+        return iter(Pipeline(source).to_batches(plan.spec))
+
+    # One thread parses and one packs: what several are held against.
+    counts = sorted({1, *plan.threads})
+    runs = {str(count): contender(plan.records, lambda n=count: read(n)) for count in counts}  # type: ignore[misc]
+    rates = race(runs, **plan.timing)
+    alone = f"{name}, 1 thread"
+    report.add(alone, "records_per_s", rates["1"], "records/s")
+    for count in counts[1:]:
+        case = f"{name}, {count} threads"
+        report.compare(case, "records_per_s", rates[str(count)], "records/s", {alone: rates["1"]})
+
+
+def types_of(plan: DataPlan) -> dict[str, torch.dtype]:
+    """Return the types of all columns, as a run has them from its features."""
+    return {name: torch.int64 if name in plan.spec.ids else torch.float32 for name in plan.spec.columns}
 
 
 def make_records(plan: DataPlan) -> Records:
@@ -159,7 +202,7 @@ def write(format_: Format, path: str, records: Records, batch: int) -> None:
 
 def batches(format_: Format, path: str, plan: DataPlan) -> Iterator[Batch]:
     """Read a file by one of our formats."""
-    for chunk in format_.chunks(path):
+    for chunk in format_.chunks(path, columns=plan.spec.columns):
         for begin in range(0, len(chunk.records), plan.batch):
             yield make_batch(chunk.records.slice(begin, begin + plan.batch), plan.spec)
 
@@ -238,3 +281,19 @@ def with_csv_module(path: str, plan: DataPlan) -> Iterator[Batch]:
             for name in (*plan.spec.floats, "label"):
                 columns[name] = lists([[float(cell)] for cell in cells[name]], torch.float32)
             yield make_batch(Records(len(some), columns), plan.spec)
+
+
+def with_json_module(path: str, plan: DataPlan) -> Iterator[Batch]:
+    """Read lines by Python's `json` module, a dict per record, and gather the lists."""
+    with Path(path).open() as file:
+        while some := [json.loads(line) for line in itertools.islice(file, plan.batch)]:
+            columns = {
+                name: lists([_listed(row[name]) for row in some], torch.int64) for name in plan.spec.ids
+            }
+            for name in (*plan.spec.floats, "label"):
+                columns[name] = lists([_listed(row[name]) for row in some], torch.float32)
+            yield make_batch(Records(len(some), columns), plan.spec)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else [value]

@@ -360,8 +360,8 @@ class BenchDataOptions:
     """The number of features, of one to three ids each."""
     batch: int = 2048
     """The number of records in a batch."""
-    threads: int = 2
-    """The number of threads, at most the machine's cores."""
+    threads: tuple[int, ...] = ()
+    """Thread counts to read with, at most the machine's cores: by default 1, 2, 4 and so on up to all."""
     repeats: int = 5
     """The number of rounds, after one to warm up; the best counts."""
     kafka: str | None = None

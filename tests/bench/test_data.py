@@ -14,10 +14,11 @@ from services.servers import free_port
 
 from monolith.cli.main import main
 from monolith.data import ByWorker, KafkaConfig
-from monolith.data.formats import CsvFormat, ParquetFormat, TfRecordFormat
+from monolith.data.formats import CsvFormat, JsonLinesFormat, ParquetFormat, TfRecordFormat
+from monolith.errors import ConfigError
 from monolith_bench import data, data_features, data_kafka
 from monolith_bench.options import BenchDataOptions
-from monolith_bench.report import Report
+from monolith_bench.report import Report, cores
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,25 @@ def report() -> dict[str, Any]:
 def test_every_format_is_measured(report: dict[str, Any]) -> None:
     assert report["bench"] == "data"
     found = {result["case"]: result for result in report["results"]}
-    for name in ("tf_example", "example", "instance", "example_batch", "parquet", "csv"):
+    for name in ("tf_example", "example", "instance", "example_batch", "parquet", "csv", "jsonl"):
         assert found[name]["metric"] == "records_per_s"
         assert found[name]["value"] > 0
         assert found[f"{name}, bytes"]["unit"] == "MB/s"
     assert found["tf_example"]["baseline"] == "protobuf, tf_example"
     assert found["parquet"]["baseline"] == "pyarrow to_numpy, parquet"
     assert found["csv"]["baseline"] == "csv module, csv"
+    assert found["jsonl"]["baseline"] == "json module, jsonl"
+
+
+def test_reading_with_several_threads_is_held_against_one(report: dict[str, Any]) -> None:
+    found = {result["case"]: result for result in report["results"]}
+    for name in ("csv", "jsonl", "tf_example", "parquet"):
+        assert found[f"{name}, 1 thread"]["value"] > 0
+        if cores() > 1:
+            assert found[f"{name}, 2 threads"]["baseline"] == f"{name}, 1 thread"
+    assert data.DataPlan.settle(BenchDataOptions(threads=(2, 1, 10**6))).threads[-1] == cores()
+    with pytest.raises(ConfigError, match="--threads must be at least 1, got 0"):
+        data.DataPlan.settle(BenchDataOptions(threads=(0,)))
 
 
 def test_messages_of_kafka_are_left_out_without_a_broker_and_a_line_says_so(
@@ -118,6 +131,7 @@ def test_hashing_in_python_gives_the_same_ids(tmp_path: Path) -> None:
         (TfRecordFormat("tf_example"), data.with_protobuf),
         (ParquetFormat(), data.with_pyarrow),
         (CsvFormat(list_separator="|"), data.with_csv_module),
+        (JsonLinesFormat(), data.with_json_module),
     ],
 )
 def test_the_usual_ways_read_the_same(tmp_path: Path, format_: Any, usual: Any) -> None:

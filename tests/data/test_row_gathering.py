@@ -108,7 +108,7 @@ def test_a_glance_moves_one_column_and_leaves_the_rest_named() -> None:
     assert glanced["word"] is glanced["word"]
     kept = records.keep(glanced["id"].flat_values > 1)
     assert isinstance(records.columns, GatheredColumns)
-    assert records.columns.hashes(["id"], 0) is not None  # not moved yet
+    assert records.unmoved is not None
     assert lists(kept) == {"id": [[3], [2]], "word": [[[99]], [[98]]]}
     assert lists(glanced) == lists(records)
     assert records.glance()["id"].to_list() == [[3], [1], [2]]  # moved by now, and the same

@@ -62,6 +62,47 @@ def test_the_core_hashes_records_as_the_columns_alone_are_hashed(times: tuple[st
     assert fractions(turned, names, 3, times).tolist() == expected[order].tolist()
 
 
+@pytest.mark.parametrize(
+    ("names", "times", "pinned"),
+    [
+        ("id price word when", (), ["0x1.6bcc62de25500p-7", "0x1.10fe4c7c8bfecp-1", "0x1.c8a0f69677d9cp-3"]),
+        (
+            "id price word when",
+            ("when",),
+            ["0x1.f834ff12ab52dp-1", "0x1.10fe4c7c8bfecp-1", "0x1.186eda3ec5495p-1"],
+        ),
+        ("word", (), ["0x1.803ec083db78ap-2", "0x1.a2fc068825758p-2", "0x1.305ffad7d049cp-1"]),
+        ("id", (), ["0x1.7201fefa5a2a1p-1", "0x1.e273da2cc56b1p-1", "0x1.030f25dd312f8p-3"]),
+        ("price", (), ["0x1.d88ca67e2ef38p-2", "0x1.812b975b3f509p-1", "0x1.e273da2cc56b1p-1"]),
+    ],
+)
+def test_a_record_is_in_the_part_in_which_it_was_in_earlier_versions(
+    names: str, times: tuple[str, ...], pinned: list[str]
+) -> None:
+    columns = {
+        "id": [[1, -2], [], [1 << 62]],
+        "price": [0.5, -0.0, None],
+        "word": ["a", "", "caf\u00e9 au lait"],
+        "when": ["1715000000", "2024-05-01", "-5"],
+    }
+    drawn = fractions(to_records(columns), names.split(), 3, times)
+    assert [float(one).hex() for one in drawn] == pinned
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_core_takes_the_records_whose_fraction_is_in_the_part(shared: bool) -> None:
+    data = records()
+    if shared:
+        request = RaggedTensor.from_list([[7]], torch.int64)
+        data = Records(len(data), {**data.columns, "request": request}, frozenset({"request"}))
+    else:
+        data = concat([data.slice(900, 2000), data.slice(0, 900)]).take(torch.arange(1999, -1, -1))
+    split = DataSplit(evaluate=0.25, predict=0.1, seed=5)
+    drawn = fractions(data, list(data.columns), 5)
+    for part, (low, high) in zip(PARTS, [(0.35, 1), (0, 0.25), (0.25, 0.35)], strict=True):
+        assert part_filter(part, split)(data).tolist() == ((drawn >= low) & (drawn < high)).tolist()
+
+
 def test_a_record_is_in_the_same_part_in_whatever_batch_it_comes() -> None:
     data = records()
     whole = fractions(data, ["user", "item", "price"])

@@ -26,7 +26,7 @@ from monolith.data.shuffling import (
     Shuffler,
     permutation,
 )
-from monolith.data.source import Position, Stage, WorkQueueSource, closed_after
+from monolith.data.source import Position, Predicate, Stage, WorkQueueSource, closed_after
 from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreError
 
 
@@ -95,6 +95,9 @@ class BufferedStage(Stage[Records, Records]):
     @property
     def work_queue(self) -> WorkQueueSource | None:
         return None  # the buffered records cannot be given back
+
+    def ask_ahead(self, predicate: Predicate) -> Predicate:
+        return self._source.ask_ahead(predicate)
 
     def fraction_read(self, position: Position, records: int = 0) -> float | None:
         return self._source.fraction_read(position["source"], position["skip"] + records)

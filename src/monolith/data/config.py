@@ -470,7 +470,7 @@ class DataConfig(Checked):
             # What is known of a record is what its file says. To select columns moves their values.
             return keep(records.select(n for n in records.columns if n not in made) if made else records)
 
-        kept = read.filter(keeps)
+        kept = read.filter(keeps, any_thread=True)
         # Filling up the batches of a live stream would delay them.
         return kept if files.live else kept.rebatch(batch_size)
 

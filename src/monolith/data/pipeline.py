@@ -26,15 +26,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TextIO, TypeVar
 
-from torch import Tensor
-
 from monolith import concurrency
 from monolith.data.batches import ColumnBatches, SpecBatches
 from monolith.data.buffering import Rebatched, Shuffled, Taken
 from monolith.data.histories import HistoryConfig, HistoryStage
 from monolith.data.records import LINE_ID, BatchSpec, Records
 from monolith.data.shuffling import ShuffleConfig
-from monolith.data.source import Position, Stage, Stream, closed_after
+from monolith.data.source import Position, Predicate, Stage, Stream, closed_after
 from monolith.data.transforming import SNAPSHOT_EVERY, transformed
 from monolith.data.transforms.transform import Transform
 from monolith.errors import ConfigError, DataError
@@ -48,8 +46,6 @@ _BATCHES_AHEAD = 2
 """Batches that are ready when threads make them: more would only be memory."""
 
 Map = Callable[[Records], Records]
-Predicate = Callable[[Records], Tensor]
-"""Returns a bool per record: whether to keep it."""
 
 
 class Pipeline(Stage[Records, Records]):
@@ -71,9 +67,14 @@ class Pipeline(Stage[Records, Records]):
         """Replace records by the result of a function: as many, fewer or more."""
         return Pipeline(_Mapped(self._source, function))
 
-    def filter(self, predicate: Predicate) -> Pipeline:
-        """Keep the records for which the predicate returns True."""
-        return self.map(lambda records: records.keep(predicate(records.glance())))
+    def filter(self, predicate: Predicate, *, any_thread: bool = False) -> Pipeline:
+        """Keep the records for which the predicate returns True.
+
+        Args:
+            any_thread: Whether any thread may ask the predicate, and it decides by the values of each record
+                alone. Then the threads that parse files ask it, about each chunk at once.
+        """
+        return Pipeline(_Filtered(self._source, predicate, any_thread))
 
     def transform(self, transform: Transform, *, snapshot_every: int = SNAPSHOT_EVERY) -> Pipeline:
         """Replace records by the result of a transform of `monolith.data.transforms` or `.sampling`.
@@ -187,6 +188,9 @@ class Pipeline(Stage[Records, Records]):
         ahead = self._source.repeats_order and (self._source.batch_threads if threads is None else threads)
         return batches.prefetch(_BATCHES_AHEAD) if ahead else batches
 
+    def ask_ahead(self, predicate: Predicate) -> Predicate:
+        return self._source.ask_ahead(predicate)
+
     def __iter__(self) -> Iterator[Records]:
         return iter(self._source)
 
@@ -220,11 +224,38 @@ class _Mapped(Stage[Records, Records]):
                     yield made
 
 
+class _Filtered(Stage[Records, Records]):
+    def __init__(self, source: Stream[Records], predicate: Predicate, any_thread: bool) -> None:
+        super().__init__(source)
+        self._predicate = predicate
+        self._any_thread = any_thread
+        self._asked: Predicate | None = None
+
+    def ask_ahead(self, predicate: Predicate) -> Predicate:
+        return self._source.ask_ahead(predicate)
+
+    def size(self) -> int | None:
+        return None
+
+    def __iter__(self) -> Iterator[Records]:
+        if self._asked is None:
+            ahead = self._any_thread
+            self._asked = self._source.ask_ahead(self._predicate) if ahead else self._predicate
+        with closed_after(self._source) as batches:
+            for records in batches:
+                kept = records.keep(self._asked(records.glance()))
+                if len(kept):
+                    yield kept
+
+
 class _Watched(Stage[Records, Records]):
     def __init__(self, source: Stream[Records], line: ProgressLine, event_time: str) -> None:
         super().__init__(source)
         self._line = line
         self._event_time = event_time
+
+    def ask_ahead(self, predicate: Predicate) -> Predicate:
+        return self._source.ask_ahead(predicate)
 
     def __iter__(self) -> Iterator[Records]:
         with closed_after(self._source) as batches:

@@ -25,7 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith.data.row_gathering import GatheredColumns, RowBlock, Rows, bytes_of
+from monolith import native
+from monolith.data.row_gathering import GatheredColumns, RowBlock, Rows, View, bytes_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, ColumnKind, FeatureIds, FeatureSpec
 from monolith.feature.spec import UnmovedRows
@@ -126,9 +127,7 @@ class Records:
 
     def keep(self, mask: Tensor) -> Records:
         """Return the records where the bool `mask` is True."""
-        if mask.dtype is not torch.bool or mask.shape != (self.size,):
-            raise DataError(f"records: a mask must be bool of shape ({self.size},), got {tuple(mask.shape)}")
-        return self if bool(mask.all()) else self.take(mask.nonzero().squeeze(1))
+        return self if bool(checked_mask(self, mask).all()) else self.take(mask.nonzero().squeeze(1))
 
     def slice(self, begin: int, end: int) -> Records:
         """Return records [begin, end). Values are moved as in `take`."""
@@ -175,12 +174,51 @@ class Records:
         """Where the values of all columns are, if none of them was looked at yet and none is shared."""
         return self.columns.unmoved if isinstance(self.columns, GatheredColumns) else None
 
-    def hashes(
-        self, names: Sequence[str], seed: int, times: Collection[str] = ()
-    ) -> NDArray[np.uint64] | None:
-        """Return a hash of what each record has in some columns; None if some columns are shared."""
+    def in_blocks(self) -> UnmovedRows | None:
+        """Return where the core finds the values of all columns; None if some are shared. Moves nothing."""
         chosen = self._choose(slice(0, self.size))
-        return None if chosen is None else chosen.hashes(names, seed, times)
+        return None if chosen is None else chosen.unmoved
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the type of the values of a column that is there. Moves nothing."""
+        if isinstance(self.columns, GatheredColumns):
+            return self.columns.dtype_of(name)
+        return self.columns[name].dtype
+
+    def views(self, names: Sequence[str]) -> list[View]:
+        """Return where the core finds the values of some columns that are there: one row per record."""
+        if (places := self.in_blocks()) is not None:
+            numbers = [places.numbers[name] for name in names]
+            return [(places.blocks, places.block_of, places.rows, numbers)]
+        found: list[View] = []
+        for name in names:
+            shared = name in self.shared
+            rows = np.zeros(self.size, np.int64) if shared else np.arange(self.size)
+            found.append(((RowBlock.copied(self.columns[name]),), None, rows, [0]))
+        return found
+
+    def mark(self, key: object, found: Tensor) -> None:
+        """Keep what was found about each record, where it lies: those taken out of these have it, too.
+
+        For the thread that made the records, before another one has them. Does nothing if columns are shared.
+
+        Args:
+            key: By which `marks` finds it, the same object.
+            found: bool, one per record.
+        """
+        places = self.in_blocks()
+        if places is not None and len(places.blocks) == 1:
+            marks = np.zeros(len(places.blocks[0]), np.uint8)
+            marks[places.rows] = found.numpy()
+            places.blocks[0].mark(key, marks)
+
+    def marks(self, key: object) -> Tensor | None:
+        """Return the marks under a key; None if there are none, or values were moved since."""
+        places = self.unmoved
+        if places is None:
+            return None
+        found = native.marked_rows(places.blocks, places.block_of, places.rows, key)
+        return None if found is None else torch.from_numpy(found.view(np.bool_))
 
     def _choose(self, rows: Rows) -> GatheredColumns | None:
         """Return some rows, to be moved later; None if only this class can move them: some are shared."""
@@ -235,6 +273,13 @@ class Records:
                 f"CsvFormat(types={{{name!r}: torch.uint8}})"
             )
         return [[bytes(text) for text in row] for row in self[name].to_list()]
+
+
+def checked_mask(records: Records, mask: Tensor) -> Tensor:
+    """Return the mask; DataError if it is not one of these records."""
+    if mask.dtype is not torch.bool or mask.shape != (len(records),):
+        raise DataError(f"records: a mask must be bool of shape ({len(records)},), got {tuple(mask.shape)}")
+    return mask
 
 
 def concat(parts: Sequence[Records]) -> Records:

@@ -12,7 +12,7 @@ a column is looked at: then the core gathers all columns in one call, without th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,10 @@ _DTYPES = {
     native.ColumnType.BYTES: torch.uint8,
 }
 _TYPES = (torch.uint8, torch.int64, torch.float32)
+
+
+View = tuple[tuple[native.ColumnBlock, ...], NDArray[np.int32] | None, NDArray[np.int64], Sequence[int]]
+"""Where rows of some columns are: blocks, the block of each row, the rows, and the numbers of the columns."""
 
 
 class BlockLayout(NamedTuple):
@@ -65,6 +69,14 @@ class RowBlock(NamedTuple):
             return cls(_layout(columns, types), native.ColumnBlock(size, parts, _TYPES))
         except ValueError:
             return None
+
+    @staticmethod
+    def copied(column: RaggedTensor) -> native.ColumnBlock:
+        """Return a block of one column, wherever that is."""
+        values = column.values
+        texts = values.row_splits.cpu().contiguous() if isinstance(values, RaggedTensor) else None
+        flat = column.flat_values.detach().cpu().contiguous()
+        return native.ColumnBlock(column.nrows, [(flat, texts, column.row_splits.cpu().contiguous())], _TYPES)
 
     @classmethod
     def parsed(cls, names: Sequence[str], columns: native.ColumnBlock) -> RowBlock:
@@ -101,6 +113,9 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
     def unmoved(self) -> UnmovedRows | None:
         """Where the values are; None if they were gathered."""
         return self._places
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._layout.types[self._layout.numbers[name]]
 
     @property
     def nbytes(self) -> int:
@@ -144,20 +159,6 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
     def one_by_one(self) -> GatheredColumns:
         """Return the same rows, of which each column is gathered on its own: for a look at a few of them."""
         return self if self._places is None else _OneByOne(self._layout, self._places)
-
-    def hashes(
-        self, names: Sequence[str], seed: int, times: Collection[str] = ()
-    ) -> NDArray[np.uint64] | None:
-        """Return a hash of what each row has in some columns; None if rows were moved already.
-
-        Args:
-            times: Columns in which the text of a whole number counts as that number.
-        """
-        places = self._places
-        if places is None:
-            return None
-        columns = [(places.numbers[name], name in times) for name in names]
-        return native.hash_rows(places.blocks, places.block_of, places.rows, columns, seed)
 
     def _gathered(self) -> dict[str, RaggedTensor]:
         places = self._places

@@ -39,13 +39,15 @@ wrapped once, by `as_stream`, when it enters a pipeline or a run. Every implemen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from monolith.concurrency import Event
 from monolith.data.format import BadRecord
-from monolith.data.records import Records
+from monolith.data.records import Records, checked_mask
 from monolith.data.shuffling import Epochs
 from monolith.errors import ConfigError, NotRepeatableError, NotShareableError, RestoreError
 
@@ -57,6 +59,10 @@ Position = dict[str, Any]
 """A place between two records, as plain values that survive JSON. A source of the same kind resumes there.
 
 Positions are saved in checkpoints, so their keys never change their meaning."""
+
+
+Predicate = Callable[[Records], Tensor]
+"""Returns which records to keep: bool of shape (len(records),)."""
 
 
 class Shard(NamedTuple):
@@ -225,6 +231,19 @@ class Stream(ABC, Generic[Item_co]):
         """
         del epochs
         raise NotRepeatableError(f"{_name(self)} cannot be read several times: it has no read_epochs()")
+
+    def ask_ahead(self, predicate: Predicate) -> Predicate:
+        """Return a predicate that says the same of the records of this stream, if it can be asked ahead.
+
+        A source that parses on threads asks it there, about all records of a chunk at once. What it says
+        stays with the records until it is their turn, so order, counts and positions do not change. An error
+        comes when it is the turn of the records that it is about.
+
+        Args:
+            predicate: Returns a bool per record, which depends on the values of the record alone. Any thread
+                may ask it.
+        """
+        return predicate
 
     # Facts about the data. All of these may be called from any thread.
 
@@ -473,6 +492,22 @@ class WorkQueueSource(ABC):
         """
         del positions, workers
         raise _no_chief(self)
+
+
+class AskedAhead:
+    """A predicate that is asked by the threads that parse records, and answers from what was found then."""
+
+    def __init__(self, predicate: Predicate) -> None:
+        self._predicate = predicate
+
+    def look(self, chunk: Records) -> None:
+        """Ask about records that no other thread has yet."""
+        with suppress(Exception):  # it comes again when it is the turn of these records
+            chunk.mark(self, checked_mask(chunk, self._predicate(chunk.glance())))
+
+    def __call__(self, records: Records) -> Tensor:
+        found = records.marks(self)
+        return self._predicate(records) if found is None else found
 
 
 class Stage(Stream[Item_co], Generic[Item_co, In]):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from functools import cache
 
 import numpy as np
 import torch
@@ -17,10 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import native
+from monolith.concurrency import Lock
 from monolith.data.config import DataSplit, Part, moment_of
 from monolith.data.records import Records
 from monolith.data.source import Stream
 from monolith.errors import DataError
+from monolith.feature.spec import UnmovedRows
 from monolith.feature.spec.times import TIME, read_times, whole_texts, without_empty_texts
 from monolith.table.hashing import mix
 from monolith.tensors import RaggedTensor
@@ -52,14 +53,21 @@ def part_filter(
         times: Those that hold times, which may be numbers as texts.
     """
     if split.time is not None:
-        return lambda records: _by_time(part, split, records)
+        low, high = _times_in(part, split)
+        within = native.RowTest("between", decimals=[low, high], any=1)
+        return lambda records: _by_time(part, split, within, records)
     deciding = split.by or columns
 
     def by_chance(records: Records) -> Tensor:
         low, high = _range(part, split)
         chosen = list(records.columns) if deciding is None else deciding
-        drawn = fractions(records, chosen, split.seed, times)
-        return torch.from_numpy((drawn >= low) & (drawn < high))
+        if (rows := records.in_blocks()) is None:
+            drawn = fractions(records, chosen, split.seed, times)
+            return torch.from_numpy((drawn >= low) & (drawn < high))
+        hashed = _hashed_columns(rows, _there(records, chosen), times)
+        seed = split.seed % (1 << 64)
+        kept = native.drawn_rows(rows.blocks, rows.block_of, rows.rows, hashed, seed, low, high)
+        return torch.from_numpy(kept.view(np.bool_))
 
     return by_chance
 
@@ -79,15 +87,29 @@ def fractions(
 def _record_hashes(
     records: Records, columns: Sequence[str], seed: int, times: Collection[str]
 ) -> NDArray[np.uint64]:
+    there, seed = _there(records, columns), seed % (1 << 64)
+    if (rows := records.in_blocks()) is not None:
+        hashed = _hashed_columns(rows, there, times)
+        return native.hash_rows(rows.blocks, rows.block_of, rows.rows, hashed, seed)
+    # Some columns are shared by all records: the same, column by column.
+    total = mix(np.full(len(records), seed, dtype=np.uint64))
+    for name in there:
+        total = mix(total ^ _row_hashes(records[name], name in times))
+    return total
+
+
+def _there(records: Records, columns: Sequence[str]) -> list[str]:
     there = [name for name in sorted(columns) if name in records.columns]
     if not there:
         raise DataError(f"cannot split: the data has none of the columns {', '.join(columns)}")
-    total = records.hashes(there, seed % (1 << 64), times)
-    if total is None:  # some columns are shared by all records: the same, column by column
-        total = mix(np.full(len(records), seed % (1 << 64), dtype=np.uint64))
-        for name in there:
-            total = mix(total ^ _row_hashes(records[name], name in times))
-    return total
+    return there
+
+
+def _hashed_columns(
+    rows: UnmovedRows, names: Sequence[str], times: Collection[str]
+) -> list[tuple[int, bool]]:
+    """Return columns as the core hashes them; of times, the text of a whole number counts as that number."""
+    return [(rows.numbers[name], name in times) for name in names]
 
 
 def last_filter(
@@ -102,8 +124,7 @@ def last_filter(
     user = split.last_of
     assert user is not None
 
-    @cache
-    def found() -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    def find() -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Return the hashes of the records to evaluate on, and of those to predict."""
         whose, when, which = [], [], []
         with closing(source):
@@ -121,14 +142,31 @@ def last_filter(
         last = (np.cumsum(counts) - 1)[counts >= 3]
         return hashes[last - 1], hashes[last]
 
+    lock = Lock()
+    outcome: list[native.MarkedIds | Exception] = []
+
+    def withheld() -> native.MarkedIds:
+        """Return what `find` found, or raise what it raised; the first thread that asks looks."""
+        with lock:
+            if not outcome:
+                try:
+                    evaluated, predicted = find()
+                    marks = [np.full(len(evaluated), 1, np.uint64), np.full(len(predicted), 2, np.uint64)]
+                    ids = np.concatenate([evaluated, predicted]).view(np.int64)
+                    outcome.append(native.MarkedIds(ids, np.concatenate(marks)))
+                except Exception as error:
+                    outcome.append(error)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
     def hashed(records: Records) -> NDArray[np.uint64]:
         return _record_hashes(records, list(records.columns) if columns is None else columns, 0, ())
 
     def decide(records: Records) -> Tensor:
-        hashes = hashed(records)
-        evaluated, predicted = (np.isin(hashes, withheld) for withheld in found())
-        masks = {"predict": predicted, "evaluate": evaluated & ~predicted}
-        return torch.from_numpy(masks.get(part, ~(evaluated | predicted)))
+        marks = withheld().find(hashed(records).view(np.int64))
+        masks = {"predict": marks >= 2, "evaluate": marks == 1, "train": marks == 0}
+        return torch.from_numpy(masks[part])
 
     return decide
 
@@ -144,15 +182,36 @@ def _range(part: Part, split: DataSplit) -> tuple[float, float]:
     return bounds[part]
 
 
-def _by_time(part: Part, split: DataSplit, records: Records) -> Tensor:
-    timed, values = _times_of(split, records)
+def _by_time(part: Part, split: DataSplit, within: native.RowTest, records: Records) -> Tensor:
+    assert split.time is not None
+    if _are_times(split) or split.time not in records.columns or records.dtype_of(split.time) is torch.uint8:
+        timed, values = _times_of(split, records)
+        low, high = _times_in(part, split)
+        kept = torch.from_numpy((values >= low) & (values < high))
+        return torch.where(timed, kept, part == "train")
+    views = records.views([split.time])
+    found = within.passing(views, len(records), empty=part == "train", single=True)
+    if found.max(initial=0) > 1:
+        raise _several_times(split)
+    return torch.from_numpy(found.view(np.bool_))
+
+
+def _times_in(part: Part, split: DataSplit) -> tuple[float, float]:
+    """Return the first time of a part, and the first after it."""
     end = float("inf")
     predicted = end if split.predict_from is None else moment_of(split.predict_from)
     evaluated = predicted if split.evaluate_from is None else moment_of(split.evaluate_from)
     bounds = {"train": (-end, evaluated), "evaluate": (evaluated, predicted), "predict": (predicted, end)}
-    low, high = bounds[part]
-    kept = torch.from_numpy((values >= low) & (values < high))
-    return torch.where(timed, kept, part == "train")
+    return bounds[part]
+
+
+def _are_times(split: DataSplit) -> bool:
+    """Whether numbers are times, too; otherwise they may be of any kind, such as days, and stay."""
+    return any(isinstance(at, str) for at in (split.evaluate_from, split.predict_from))
+
+
+def _several_times(split: DataSplit) -> DataError:
+    return DataError(f"cannot split by time: a record has several values in column {split.time!r}")
 
 
 def _times_of(split: DataSplit, records: Records) -> tuple[Tensor, NDArray[np.float64]]:
@@ -160,9 +219,9 @@ def _times_of(split: DataSplit, records: Records) -> tuple[Tensor, NDArray[np.fl
     assert split.time is not None
     column = records[split.time]
     if bool((column.row_lengths() > 1).any()):
-        raise DataError(f"cannot split by time: a record has several values in column {split.time!r}")
+        raise _several_times(split)
     values = column.flat_values.double()
-    are_times = any(isinstance(at, str) for at in (split.evaluate_from, split.predict_from))
+    are_times = _are_times(split)
     if column.dtype is torch.uint8 or are_times:
         column, values = _moments(column, split.time, are_times)
     timed = column.row_lengths() == 1

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from monolith.data.records import Records
-from monolith.data.source import Position, Stage, Stream, WorkQueueSource, closed_after
+from monolith.data.source import Position, Predicate, Stage, Stream, WorkQueueSource, closed_after
 from monolith.data.transforms.transform import Compose, Filter, Rewrite, Stateful, Transform
 from monolith.errors import ConfigError, DataError, RestoreError
 
@@ -57,15 +57,40 @@ class TransformedByContent(Stage[Records, Records]):
     def __init__(self, source: Stream[Records], transforms: Sequence[Transform]) -> None:
         super().__init__(source)
         self.transforms = tuple(transforms)
+        self._steps: Sequence[Transform] | None = None
+
+    def ask_ahead(self, predicate: Predicate) -> Predicate:
+        unchanged = all(isinstance(one, Filter) for one in self.transforms)
+        return self._source.ask_ahead(predicate) if unchanged else predicate
+
+    def _asked(self) -> Sequence[Transform]:
+        """Return the transforms; the filters before the first of another kind as they are asked ahead."""
+        if self._steps is None:
+            ahead: list[Transform] = []
+            for one in self.transforms:
+                if not (isinstance(one, Filter) and one.any_thread):
+                    break
+                ahead.append(_FilteredAhead(self._source.ask_ahead(one.mask)))
+            self._steps = [*ahead, *self.transforms[len(ahead) :]]
+        return self._steps
 
     def __iter__(self) -> Iterator[Records]:
+        steps = self._asked()
         with closed_after(self._source) as batches:
             for records in batches:
                 made = records
-                for transform in self.transforms:
+                for transform in steps:
                     made = transform(made, first=0)  # which none of them looks at
                 if len(made):
                     yield made
+
+
+class _FilteredAhead:
+    def __init__(self, asked: Predicate) -> None:
+        self._asked = asked
+
+    def __call__(self, records: Records, *, first: int) -> Records:  # noqa: ARG002
+        return records.keep(self._asked(records.glance()))
 
 
 class Transformed(Stage[Records, Records]):

@@ -1585,6 +1585,13 @@ class ColumnBlock:
         Columns are tensors of (values, splits of texts, splits of rows), which are kept; `types` are torch's uint8, int64 and float32.
         """
 
+    def mark(self, key: object, found: NDArray[numpy.uint8]) -> None:
+        """
+        Keep what was found about each row for `marked_rows`, before another thread has the block.
+        """
+
+    def __len__(self) -> int: ...
+
     @property
     def types(self) -> list[ColumnType]:
         """What the values of each column are."""
@@ -1598,15 +1605,54 @@ def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] 
     (values, splits of rows, splits of texts) of each column, or of some, for these rows of these blocks, in order; the blocks have the same columns.
     """
 
+def permutation(count: int, state: int) -> NDArray[numpy.int64]:
+    """
+    The numbers from 0 to `count` - 1 in an order that `state` decides: by mix(mix(i ^ state) + state).
+    """
+
 def hash_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], columns: Sequence[tuple[int, bool]], seed: int) -> NDArray[numpy.uint64]:
     """
     A hash of what each of these rows has in some columns, given as (number, whether it holds times).
     """
 
-def permutation(count: int, state: int) -> NDArray[numpy.int64]:
+def drawn_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], columns: Sequence[tuple[int, bool]], seed: int, low: float, high: float) -> NDArray[numpy.uint8]:
     """
-    The numbers from 0 to `count` - 1 in an order that `state` decides: by mix(mix(i ^ state) + state).
+    Whether the hash of each row, as a number from 0 to below 1, is in [low, high).
     """
+
+def marked_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], key: object) -> NDArray[numpy.uint8] | None:
+    """The mark that each row got under this key; None if a block has none."""
+
+class RowTest:
+    """What a filter asks of the values of a row. Immutable, thread-safe."""
+
+    def __init__(self, how: str, *, ints: Sequence[int] = (), decimals: Sequence[float] = (), texts: Sequence[bytes] = (), wishes: Sequence[int] = (), shift: int = 0, bits: int = 18446744073709551615, any: int = 0, none: int = 0, all: int = 0) -> None:
+        """
+        Operands are of one type. Of `one of` each has `wishes`, a bit for each wish that a value which equals it fulfils; a value that passes gt, ge, lt, le, between, startswith or endswith fulfils the first. A row passes if its values together fulfil one of `any`, none of `none` and all of `all`.
+        """
+
+    def __getstate__(self) -> tuple[int, list[int], list[float], list[bytes], list[int], int, int, int, int, int]: ...
+
+    def __setstate__(self, arg: tuple[int, Sequence[int], Sequence[float], Sequence[bytes], Sequence[int], int, int, int, int, int], /) -> None: ...
+
+    def passing(self, views: list[tuple[tuple[ColumnBlock, ...], NDArray[numpy.int32] | None, NDArray[numpy.int64], Sequence[int]]], size: int, *, empty: bool | None = None, single: bool = False) -> NDArray[numpy.uint8]:
+        """
+        Whether each row passes: 0 or 1, `empty` for one without a value, and 2 for one with several if it must be a `single` one. A view is (blocks, block of each row, rows, numbers of columns).
+        """
+
+def rows_that_reach(views: list[tuple[tuple[ColumnBlock, ...], NDArray[numpy.int32] | None, NDArray[numpy.int64], Sequence[int]]], thresholds: NDArray[numpy.float32]) -> NDArray[numpy.uint8]:
+    """
+    Whether a row has as many numbers as there are thresholds, and one reaches that of its place.
+    """
+
+class MarkedIds:
+    """Ids with a mark each. Immutable, thread-safe."""
+
+    def __init__(self, ids: NDArray[numpy.int64], marks: NDArray[numpy.uint64]) -> None:
+        """An id that comes again has the bits of all its marks."""
+
+    def find(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.uint64]:
+        """The mark of each id, 0 for one that has none."""
 
 class Histories:
     """The last events of each user, by event time. Not thread-safe."""

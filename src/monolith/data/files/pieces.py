@@ -42,7 +42,7 @@ from monolith.data.files.reading_ahead import InOrder, LoadedPiece, close_iterat
 from monolith.data.format import Chunk, Format
 from monolith.data.records import Records, concat
 from monolith.data.shuffling import Block, ShuffleConfig, permutation
-from monolith.data.source import Position, Shard
+from monolith.data.source import AskedAhead, Position, Shard
 from monolith.errors import DataError, RestoreError
 
 FEW_OPEN = 8
@@ -233,6 +233,7 @@ class ShuffledPieces:
         self._shuffle = shuffle
         self._loader: InOrder[LoadedPiece | None] | None = None
         """Reads pieces ahead while `blocks` iterates, in the order in which they are opened."""
+        self._asked: Sequence[AskedAhead] = ()
         self._on_chunk = on_chunk
         self._on_empty = on_empty
         self._ends: list[dict[int, int | None] | None] = [None] * len(paths)
@@ -338,13 +339,17 @@ class ShuffledPieces:
 
     # Reading
 
-    def blocks(self, cursor: ShuffleCursor, shard: Shard, threads: int = 0) -> Iterator[Block[ShuffleCursor]]:
+    def blocks(
+        self, cursor: ShuffleCursor, shard: Shard, threads: int = 0, asked: Sequence[AskedAhead] = ()
+    ) -> Iterator[Block[ShuffleCursor]]:
         """Yield records from a cursor on, with the cursors between them.
 
         Args:
             threads: How many read and parse pieces ahead of their turn; 0 reads each when it is its turn. The
                 records and their order are the same.
+            asked: Are asked about each chunk by the thread that reads it.
         """
+        self._asked = asked
         readers: list[_PieceReader] = []
         if threads:
             pieces = self._unopened_pieces(cursor, shard)
@@ -429,6 +434,8 @@ class ShuffledPieces:
     def _shuffled(self, records: Records, chunk: OpenPiece) -> Records:
         """Return the records of a chunk in its order, which only depends on the seed, the epoch and where it
         is."""
+        for one in self._asked:
+            one.look(records)
         path = zlib.crc32(self._paths[chunk.file].encode())
         return records.take(permutation(len(records), self._shuffle.seed, chunk.epoch, path, chunk.place))
 

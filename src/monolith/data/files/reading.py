@@ -23,7 +23,7 @@ from monolith.data.files.order import FileOrder, ReadProgress, Step
 from monolith.data.files.reading_ahead import InOrder
 from monolith.data.format import Chunk, Format, Part
 from monolith.data.shuffling import Block, ShuffleConfig, ShuffledBlock, Shuffler, permutation
-from monolith.data.source import closed_after
+from monolith.data.source import AskedAhead, closed_after
 from monolith.errors import DataError
 
 _log = logging.getLogger(__name__)
@@ -44,8 +44,16 @@ class _FileChunks:
     Of a list of files it is known which file is next, so the threads continue with that one.
     """
 
-    def __init__(self, form: Format, columns: Sequence[str] | None, threads: int, order: FileOrder) -> None:
+    def __init__(
+        self,
+        form: Format,
+        columns: Sequence[str] | None,
+        threads: int,
+        order: FileOrder,
+        asked: Sequence[AskedAhead],
+    ) -> None:
         self._form, self._columns, self._order = form, columns, order
+        self._asked = asked
         self._threads = threads
         self._ahead: InOrder[tuple[Sequence[Chunk], bool]] | None = None
         """Yields chunks, and whether their file ends with them."""
@@ -72,7 +80,7 @@ class _FileChunks:
         while True:
             assert cursor.file is not None
             for part in self._form.parts(cursor.file, start=cursor.place, columns=self._columns):
-                yield partial(_parse, part)
+                yield partial(_parse, part, self._asked)
             yield _end_file
             # Only a list says what is next without a side effect, such as a lease.
             step = self._order.after(cursor) if self._order.repeats_order else Step.END
@@ -86,10 +94,12 @@ class _FileChunks:
             self._ahead = None
 
 
-def _parse(part: Part) -> tuple[Sequence[Chunk], bool]:
+def _parse(part: Part, asked: Sequence[AskedAhead]) -> tuple[Sequence[Chunk], bool]:
     chunks = part()
     for chunk in chunks:
         chunk.records.prepare()
+        for one in asked:
+            one.look(chunk.records)
     return chunks, False
 
 
@@ -105,12 +115,18 @@ class FileReader:
     """
 
     def __init__(
-        self, form: Format, columns: Sequence[str] | None, checks: RecordChecks, threads: int = 0
+        self,
+        form: Format,
+        columns: Sequence[str] | None,
+        checks: RecordChecks,
+        threads: int = 0,
+        asked: Sequence[AskedAhead] = (),
     ) -> None:
         self._form = form
         self._columns = columns
         self._checks = checks
         self._threads = threads
+        self._asked = asked
         self.reached = FileCursor()
 
     def blocks(
@@ -161,7 +177,7 @@ class FileReader:
         self.reached = cursor
         if progress is not None:
             progress.restart()
-        with closing(_FileChunks(self._form, self._columns, self._threads, order)) as files:
+        with closing(_FileChunks(self._form, self._columns, self._threads, order, self._asked)) as files:
             while True:
                 if cursor.file is not None and not order.is_lost(cursor):
                     begun, found = cursor.place, False

@@ -42,7 +42,9 @@ from monolith.data.format import BadRecord, Format
 from monolith.data.records import Records
 from monolith.data.shuffling import Batcher, Block, Epochs, ShuffleConfig, check_epochs_unset
 from monolith.data.source import (
+    AskedAhead,
     Position,
+    Predicate,
     Shard,
     ShardChoice,
     Source,
@@ -145,7 +147,9 @@ class FileSource(Source, WorkQueueSource):
         self._format = format
         self._columns = None if columns is None else list(columns)
         self._checks = RecordChecks(bad, self._columns, metrics)
-        self._reader = FileReader(format, self._columns, self._checks, 0 if grows else threads)
+        self._asked: list[AskedAhead] = []
+        parsing = 0 if grows else threads
+        self._reader = FileReader(format, self._columns, self._checks, parsing, self._asked)
         self._batch_size = batch_size
         self._epochs = epochs
         self._shuffle = shuffle
@@ -353,7 +357,7 @@ class FileSource(Source, WorkQueueSource):
         """Yield the batches of a list of files that is shuffled."""
         batcher: Batcher[ShuffleCursor] = Batcher(self._batch_size)
         shard = self._shard_in(self.position())
-        with closed_after(pieces.blocks(self._shuffle_cursor, shard, self._threads)) as blocks:
+        with closed_after(pieces.blocks(self._shuffle_cursor, shard, self._threads, self._asked)) as blocks:
             for block in blocks:
                 for batch, self._shuffle_cursor in batcher.add(block):
                     yield batch
@@ -631,6 +635,12 @@ class FileSource(Source, WorkQueueSource):
     def interrupt(self) -> None:
         assert self._queue is not None
         self._queue.interrupt()
+
+    def ask_ahead(self, predicate: Predicate) -> Predicate:
+        if not self._threads:
+            return predicate
+        self._asked.append(AskedAhead(predicate))
+        return self._asked[-1]
 
     # Facts about the data
 

@@ -45,20 +45,34 @@ def read_column(records: Records, name: str, dtype: torch.dtype) -> RaggedTensor
     Raises:
         DataError: The column is of another type.
     """
-    if name not in records.columns:
+    if not has_column(records, name, dtype):
         return empty_rows(dtype, len(records))
-    if dtype is torch.float32 and records.columns[name].dtype is torch.int64:
-        whole = records[name]
-        return whole.with_flat_values(whole.flat_values.to(torch.float32))
-    if records.columns[name].dtype is not dtype:
-        raise DataError(
-            f"column {name!r} must be {_NAMES[dtype]} for this, it is {_NAMES[records.columns[name].dtype]}"
-        )
-    return records[name]
+    column = records[name]
+    return column if column.dtype is dtype else column.with_flat_values(column.flat_values.to(dtype))
+
+
+def has_column(records: Records, name: str, dtype: torch.dtype) -> bool:
+    """Return whether there is a column that reads as this type; see `read_column`.
+
+    Raises:
+        DataError: It is of another type.
+    """
+    if name not in records.columns:
+        return False
+    found = records.dtype_of(name)
+    if found is not dtype and (found, dtype) != (torch.int64, torch.float32):
+        raise DataError(f"column {name!r} must be {_NAMES[dtype]} for this, it is {_NAMES[found]}")
+    return True
 
 
 def read_labels(records: Records, who: str) -> RaggedTensor:
-    """Return the labels that records are judged by.
+    """Return the labels that records are judged by; see `has_labels`."""
+    has_labels(records, who)
+    return read_column(records, LABEL, torch.float32)
+
+
+def has_labels(records: Records, who: str) -> bool:
+    """Return whether records have labels that they are judged by.
 
     Raises:
         DataError: The records are a table without a column of labels: every record would count as negative.
@@ -68,7 +82,7 @@ def read_labels(records: Records, who: str) -> RaggedTensor:
             f"{who}: the records have no column {LABEL!r} to tell positives by; "
             f"{known_columns(LABEL, records.columns)} Make one of another column with UseFieldAsLabel."
         )
-    return read_column(records, LABEL, torch.float32)
+    return has_column(records, LABEL, torch.float32)
 
 
 def first_values(column: RaggedTensor, default: float) -> Tensor:

@@ -40,6 +40,8 @@ AnyFilter = FilterByAction | FilterByFid | FilterByLabel | FilterBySlot | Filter
 class LogicalOr(Filter):
     """Keeps what either of two filters keeps."""
 
+    any_thread = True
+
     left: AnyFilter
     right: AnyFilter
 

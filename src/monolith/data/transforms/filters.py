@@ -5,52 +5,63 @@ An empty list is no constraint: a filter without conditions keeps every record.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.data.records import LINE_ID, Records
+from monolith import native
+from monolith.data.records import LABEL, LINE_ID, Records
 from monolith.data.transforms.columns import (
     ACTIONS,
     DATA_SOURCE_KEY,
-    has_any,
-    int64_tensor,
+    has_column,
+    has_labels,
     parse_integer_list,
     read_column,
-    read_labels,
     rows_count,
-    rows_with_any,
     signed,
     unsigned,
 )
 from monolith.data.transforms.transform import NUMBER, Filter, Rewrite
-from monolith.data.transforms.values import FilterByValue
+from monolith.data.transforms.values import FilterByValue, asking_for_all
 from monolith.errors import ConfigError
 from monolith.feature import MAX_SLOTS_V1, MAX_SLOTS_V2, hash_integers, slot_of, switch_slot
+from monolith.feature.fids import SIGNATURE_BITS
 from monolith.table.hashing import mix
 from monolith.tensors import RaggedTensor, ranges
 
 
-def id_columns(records: Records, names: Sequence[str] | None) -> dict[str, RaggedTensor]:
-    """Return the columns that hold ids: those named, or every int64 one except those that identify the
+def id_columns(records: Records, names: Sequence[str] | None) -> list[str]:
+    """Return which columns hold ids: of those named, or every int64 one except those that identify the
     event."""
     if names is not None:
-        return {name: read_column(records, name, torch.int64) for name in names}
-    return {
-        name: records[name]
-        for name, column in records.columns.items()
-        if column.dtype is torch.int64
+        return [name for name in names if has_column(records, name, torch.int64)]
+    return [
+        name
+        for name in records.columns
+        if records.dtype_of(name) is torch.int64
         and not name.startswith(LINE_ID)
         and name not in (NUMBER, DATA_SOURCE_KEY)
-    }
+    ]
+
+
+def _passing(tests: Sequence[native.RowTest], records: Records, names: Sequence[str]) -> Tensor:
+    """Return which records pass all of some tests by their values in some columns."""
+    views = records.views(names)
+    passing = np.ones(len(records), np.uint8)
+    for test in tests:
+        passing &= test.passing(views, len(records))
+    return torch.from_numpy(passing.view(np.bool_))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterByFid(Filter):
     """Keeps records that have at least one of `has_fids`, none of `filter_fids` and all of `select_fids`."""
+
+    any_thread = True
 
     has_fids: tuple[int, ...] = ()
     """At least one of these."""
@@ -60,6 +71,7 @@ class FilterByFid(Filter):
     """All of these."""
     columns: tuple[str, ...] | None = None
     """Where to look; None for every column of ids."""
+    _tests: list[native.RowTest] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for fid in (*self.has_fids, *self.filter_fids, *self.select_fids):
@@ -70,52 +82,61 @@ class FilterByFid(Filter):
             )
 
     def mask(self, records: Records) -> Tensor:
-        columns = id_columns(records, self.columns)
-        kept = torch.ones(len(records), dtype=torch.bool)
-        if self.has_fids:
-            kept &= _any_column(columns, self.has_fids, len(records))
-        if self.filter_fids:
-            kept &= ~_any_column(columns, self.filter_fids, len(records))
-        for fid in self.select_fids:
-            kept &= _any_column(columns, (fid,), len(records))
-        return kept
+        if not self._tests:
+            self._tests[:] = self._make_tests()
+        return _passing(self._tests, records, id_columns(records, self.columns))
+
+    def _make_tests(self) -> list[native.RowTest]:
+        has, without = ([signed(fid) for fid in fids] for fids in (self.has_fids, self.filter_fids))
+        first = native.RowTest(
+            "one of",
+            ints=[*has, *without],
+            wishes=[1] * len(has) + [2] * len(without),
+            any=1 if has else 0,
+            none=2,
+        )
+        return [first, *asking_for_all([signed(fid) for fid in self.select_fids])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterBySlot(Filter):
     """Keeps records that have ids of all of some slots."""
 
+    any_thread = True
+
     select_slots: tuple[int, ...]
     version: int = 2
     """The version of the fids: 2 for parsed ones, 1 if a column has them as they came."""
     columns: tuple[str, ...] | None = None
     """Where to look; None for every column of ids."""
+    _tests: list[native.RowTest] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_slots("filter by slot", self.select_slots, self.version)
 
     def mask(self, records: Records) -> Tensor:
-        columns = id_columns(records, self.columns)
-        kept = torch.ones(len(records), dtype=torch.bool)
-        slots = {name: slot_of(column.flat_values, self.version) for name, column in columns.items()}
-        for slot in self.select_slots:
-            found = torch.zeros(len(records), dtype=torch.bool)
-            for name, column in columns.items():
-                found |= rows_with_any(column, slots[name] == slot)
-            kept &= found
-        return kept
+        if not self._tests:
+            bits = SIGNATURE_BITS[self.version]
+            most = {1: MAX_SLOTS_V1, 2: MAX_SLOTS_V2}[self.version]
+            self._tests[:] = asking_for_all(self.select_slots, shift=bits, bits=most - 1)
+        return _passing(self._tests, records, id_columns(records, self.columns))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterByAction(Filter):
     """Keeps records with at least one of some actions."""
 
+    any_thread = True
+
     has_actions: tuple[int, ...]
 
     def mask(self, records: Records) -> Tensor:
         if not self.has_actions:
             return torch.ones(len(records), dtype=torch.bool)
-        return has_any(read_column(records, ACTIONS, torch.int64), self.has_actions)
+        there = [ACTIONS] if has_column(records, ACTIONS, torch.int64) else []
+        wanted = [signed(action) for action in self.has_actions]
+        test = native.RowTest("one of", ints=wanted, wishes=[1] * len(wanted), any=1)
+        return _passing([test], records, there)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +146,8 @@ class FilterByLabel(Filter):
     A record with fewer labels than there are thresholds is dropped.
     """
 
+    any_thread = True
+
     thresholds: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -132,10 +155,11 @@ class FilterByLabel(Filter):
             raise ConfigError("filter by label: thresholds must name at least one")
 
     def mask(self, records: Records) -> Tensor:
-        labels = read_labels(records, "filter by label")
-        wanted = torch.tensor(self.thresholds, dtype=torch.float32)
-        reached = (labels.to_padded(len(wanted), float("nan")) >= wanted).any(1)
-        return reached & (labels.row_lengths() >= len(wanted))
+        if not has_labels(records, "filter by label"):
+            return torch.zeros(len(records), dtype=torch.bool)
+        wanted = torch.tensor(self.thresholds, dtype=torch.float32).numpy()
+        reached = native.rows_that_reach(records.views([LABEL]), wanted)
+        return torch.from_numpy(reached.view(np.bool_))
 
 
 def instance_filters(
@@ -182,14 +206,6 @@ def check_slots(who: str, slots: Sequence[int], version: int) -> None:
     for slot in slots:
         if not 0 <= slot < limit:
             raise ConfigError(f"{who}: slot should be less than {limit}, while got {slot}")
-
-
-def _any_column(columns: dict[str, RaggedTensor], fids: Collection[int], size: int) -> Tensor:
-    wanted = int64_tensor(fids)
-    found = torch.zeros(size, dtype=torch.bool)
-    for column in columns.values():
-        found |= rows_with_any(column, torch.isin(column.flat_values, wanted))
-    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,7 +276,8 @@ class SlotFilter(Rewrite):
 
     def rewrite(self, records: Records) -> Records:
         columns = {}
-        for name, column in id_columns(records, self.columns).items():
+        for name in id_columns(records, self.columns):
+            column = records[name]
             slots = slot_of(column.flat_values, self.version)
             stays = ~torch.isin(slots, torch.tensor(self.drop, dtype=torch.int64))
             if self.keep:

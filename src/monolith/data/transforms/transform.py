@@ -20,7 +20,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -63,6 +63,8 @@ class Filter(ABC):
     """Keeps some records, and changes none."""
 
     __slots__ = ()
+    any_thread: ClassVar[bool] = False
+    """Whether any thread may ask for a mask, several at a time. Then the threads that parse files do."""
 
     @abstractmethod
     def mask(self, records: Records) -> Tensor:

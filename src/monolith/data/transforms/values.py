@@ -13,8 +13,7 @@ Compressed lists, for features that travel far, all little-endian:
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,19 +22,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith import filesystem
+from monolith import filesystem, native
 from monolith.data.records import Records
 from monolith.data.transforms.columns import (
     parse_integer,
     parse_number,
     read_column,
-    rows_count,
-    rows_with_any,
     signed,
 )
 from monolith.data.transforms.transform import Filter, Rewrite
 from monolith.errors import ConfigError, DataError
-from monolith.tensors import RaggedTensor, ranges
+from monolith.tensors import RaggedTensor
 
 Op = Literal[
     "gt", "ge", "eq", "lt", "le", "neq", "between", "in", "not-in",
@@ -43,20 +40,12 @@ Op = Literal[
 ]  # fmt: skip
 Operand = int | float | str
 
-COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "lt": operator.lt,
-    "le": operator.le,
-    "neq": operator.ne,
-}
 ORDERED = frozenset({"gt", "ge", "lt", "le", "between"})
 """Need an order, which strings do not have here."""
 TEXT_ONLY = frozenset({"startswith", "endswith"})
 ON_LISTS = frozenset({"all", "any", "diff"})
 """Test all values of a record; the remaining operators test its only one."""
-SINGLE = frozenset(COMPARISONS)
+SINGLE = frozenset({"gt", "ge", "eq", "lt", "le", "neq"})
 """Take exactly one operand."""
 
 
@@ -66,6 +55,8 @@ class FilterByValue(Filter):
 
     A file of operands is read when the first records come.
     """
+
+    any_thread = True
 
     column: str
     """What to look at."""
@@ -78,6 +69,10 @@ class FilterByValue(Filter):
     keep_empty: bool = False
     """Whether a record without a value is kept."""
     _from_file: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    _tests: dict[torch.dtype, list[native.RowTest]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """By the type of the column."""
 
     def __post_init__(self) -> None:
         operands = self._operands()
@@ -104,66 +99,36 @@ class FilterByValue(Filter):
     def mask(self, records: Records) -> Tensor:
         if self.column not in records.columns:
             return torch.full((len(records),), self.keep_empty)
-        column = records[self.column]
-        operands = self._operands_for(column.dtype)
-        empty = column.row_lengths() == 0
-        if self.op in ON_LISTS:
-            passed = self._ask_lists(column, operands)
-        else:
-            values = self._only_values(column)
-            passed = torch.zeros(len(records), dtype=torch.bool)
-            passed[~empty] = (
-                self._ask_strings(values, operands)
-                if isinstance(values, RaggedTensor)
-                else self._ask_numbers(values, operands)
-            )
-        return torch.where(empty, torch.full_like(empty, self.keep_empty), passed)
-
-    def _ask_numbers(self, values: Tensor, operands: Sequence[Any]) -> Tensor:
-        if self.op in COMPARISONS:
-            passed: Tensor = COMPARISONS[self.op](*_comparable(values, operands))
-            return passed
-        if self.op == "between":
-            values, bounds = _comparable(values, operands)
-            return (values >= bounds[0]) & (values < bounds[1])
-        found = torch.isin(*_comparable(values, operands))
-        return ~found if self.op == "not-in" else found
-
-    def _ask_strings(self, texts: RaggedTensor, operands: Sequence[bytes]) -> Tensor:
-        if self.op in TEXT_ONLY:
-            found = torch.zeros(len(texts), dtype=torch.bool)
-            for operand in operands:
-                found |= _begins(texts, operand) if self.op == "startswith" else _ends(texts, operand)
-            return found
-        found = _is_one_of(texts, operands)
-        return ~found if self.op in ("neq", "not-in") else found
-
-    def _ask_lists(self, column: RaggedTensor, operands: Sequence[Any]) -> Tensor:
-        values = column.values
-
-        def among(some: Sequence[Any]) -> Tensor:
-            if isinstance(values, RaggedTensor):
-                return _is_one_of(values, some)
-            return torch.isin(*_comparable(values, some))
-
-        if self.op == "any":
-            return rows_with_any(column, among(operands))
-        if self.op == "diff":
-            return ~rows_with_any(column, among(operands))
-        passed = torch.ones(column.nrows, dtype=torch.bool)
-        for operand in dict.fromkeys(operands):
-            passed &= rows_count(column, among([operand])) > 0
-        return passed
-
-    def _only_values(self, column: RaggedTensor) -> Tensor | RaggedTensor:
-        lengths = column.row_lengths()
-        if bool((lengths > 1).any()):
-            row = int((lengths > 1).nonzero()[0])
+        dtype = records.dtype_of(self.column)
+        if dtype not in self._tests:
+            self._tests[dtype] = self._make_tests(dtype)
+        views, single = records.views([self.column]), self.op not in ON_LISTS
+        found = [
+            test.passing(views, len(records), empty=self.keep_empty, single=single)
+            for test in self._tests[dtype]
+        ]
+        passing = np.minimum.reduce(found)
+        if single and (several := (passing > 1).nonzero()[0]).size:
+            row = int(several[0])
             raise DataError(
                 f"{self._name()}: {self.op} asks about one value, but record {row} of the batch has "
-                f"{int(lengths[row])}. For lists there are all, any and diff."
+                f"{int(records[self.column].row_lengths()[row])}. For lists there are all, any and diff."
             )
-        return column.values
+        return torch.from_numpy(passing.view(np.bool_))
+
+    def _make_tests(self, dtype: torch.dtype) -> list[native.RowTest]:
+        """Return what the core asks of a column of this type: all of these must pass."""
+        operands = self._operands_for(dtype)
+        if self.op == "all":  # each operand for itself: whole ones among whole numbers, others as float64
+            whole, rest = ([one for one in operands if isinstance(one, int) is are] for are in (True, False))
+            groups = [_as_column(some, dtype) for some in (whole, rest) if some]
+            return [test for some in groups for test in asking_for_all(some)]
+        compared = _as_column(operands, dtype)
+        if self.op in ORDERED or self.op in TEXT_ONLY:
+            return [native.RowTest(self.op, **_operands(compared), any=1)]
+        wishes = [1] * len(compared)
+        none = int(self.op in ("neq", "not-in", "diff"))
+        return [native.RowTest("one of", **_operands(compared), wishes=wishes, any=1 - none, none=none)]
 
     def _operands_for(self, dtype: torch.dtype) -> list[Any]:
         """Return the operands as values of the column's type."""
@@ -192,7 +157,8 @@ class FilterByValue(Filter):
     def _read_file(self, path: str) -> list[str]:
         if not self._from_file:
             lines = filesystem.read_bytes(path).decode().splitlines()
-            self._from_file.extend(line.strip() for line in lines if line.strip())
+            # All at once: another thread may be here, too.
+            self._from_file[:] = [line.strip() for line in lines if line.strip()]
         return self._from_file
 
     def _operands(self) -> tuple[Operand, ...]:
@@ -208,51 +174,40 @@ class FilterByValue(Filter):
         return f"filter by value of {self.column!r}"
 
 
-def _comparable(values: Tensor, operands: Sequence[int | float]) -> tuple[Tensor, Tensor]:
-    """Return values and operands in one type: that of the column, or float64 for int64 and a fraction."""
-    if values.dtype is torch.int64 and all(isinstance(one, int) for one in operands):
-        return values, torch.tensor(operands, dtype=torch.int64)
-    if values.dtype is torch.int64:
-        return values.to(torch.float64), torch.tensor(operands, dtype=torch.float64)
-    return values, torch.tensor(operands, dtype=torch.float32)
+def asking_for_all(
+    operands: Sequence[int] | Sequence[float] | Sequence[bytes], *, shift: int = 0, bits: int = (1 << 64) - 1
+) -> list[native.RowTest]:
+    """Return tests that together ask for all of some operands among the values of a record.
+
+    Args:
+        shift, bits: Which bits of an int64 are compared with the operands; see `native.RowTest`.
+    """
+    distinct = list(dict.fromkeys(operands))
+    tests = []
+    for begin in range(0, len(distinct), 64):
+        some = distinct[begin : begin + 64]
+        wishes = [1 << place for place in range(len(some))]
+        all_of = (1 << len(some)) - 1
+        tests.append(
+            native.RowTest("one of", **_operands(some), wishes=wishes, shift=shift, bits=bits, all=all_of)
+        )
+    return tests
 
 
-# Strings, end to end
+def _as_column(operands: Sequence[Any], dtype: torch.dtype) -> list[int] | list[float] | list[bytes]:
+    """Return operands in the type in which they are compared: that of the column, or float64 for int64 and a
+    fraction."""
+    if dtype is torch.uint8 or (dtype is torch.int64 and all(isinstance(one, int) for one in operands)):
+        return list(operands)
+    compared = torch.float64 if dtype is torch.int64 else torch.float32
+    decimals: list[float] = torch.tensor(operands, dtype=compared).tolist()
+    return decimals
 
 
-def _begins(texts: RaggedTensor, prefix: bytes) -> Tensor:
-    return _same_at(texts, texts.row_splits[:-1], prefix)
-
-
-def _ends(texts: RaggedTensor, suffix: bytes) -> Tensor:
-    return _same_at(texts, texts.row_splits[1:] - len(suffix), suffix)
-
-
-def _same_at(texts: RaggedTensor, starts: Tensor, part: bytes) -> Tensor:
-    """Return a mask of the texts that are long enough and have `part` where told."""
-    same = texts.row_lengths() >= len(part)
-    flat = texts.flat_values
-    for place, byte in enumerate(part):
-        rows = same.nonzero().squeeze(1)
-        same[rows] = flat[starts[rows] + place] == byte
-    return same
-
-
-def _is_one_of(texts: RaggedTensor, wanted: Sequence[bytes]) -> Tensor:
-    """Return a mask of the texts that equal one of `wanted`. Works through one length after the other."""
-    lengths = texts.row_lengths()
-    found = torch.zeros(len(texts), dtype=torch.bool)
-    for size in {len(text) for text in wanted}:
-        rows = (lengths == size).nonzero().squeeze(1)
-        if not size:
-            found[rows] = True
-        elif len(rows):
-            flat = texts.flat_values[ranges(texts.row_splits[rows], lengths[rows])].numpy()
-            # numpy cuts zeros off the end, which cannot make two texts of one length equal.
-            mine = np.ascontiguousarray(flat).view(f"S{size}")
-            theirs = np.array([text for text in wanted if len(text) == size], dtype=f"S{size}")
-            found[rows] = torch.from_numpy(np.isin(mine, theirs))
-    return found
+def _operands(operands: Sequence[Any]) -> dict[str, Any]:
+    """Return operands of one type as the argument of a `native.RowTest`."""
+    kind = {int: "ints", float: "decimals", bytes: "texts"}[type(operands[0])]
+    return {kind: operands}
 
 
 Codec = Literal["f16", "bf16", "qtz8mm"]
