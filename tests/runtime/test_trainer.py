@@ -146,12 +146,15 @@ def test_a_run_that_waits_for_data_ends_when_it_is_asked_to(tmp_path: Path) -> N
             yield from self._data
             quiet.wait(30)
 
-    class Speak(Hook):
+    class StopLater(Hook):
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
+            if result.step == 3:  # the last one that there is data for
+                threading.Timer(0.3, trainer.stop, ["SIGTERM"]).start()
+
         def end(self, run: TrainingRun) -> None:  # noqa: ARG002
             quiet.set()
 
-    trainer = Trainer(Live(batches=3), TrainConfig(model_dir=str(tmp_path)), hooks=[Speak()])
-    threading.Timer(1.0, trainer.stop, ["SIGTERM"]).start()
+    trainer = Trainer(Live(batches=3), TrainConfig(model_dir=str(tmp_path)), hooks=[StopLater()])
     report = trainer.train()
     assert (report.step, report.stop_reason) == (3, "SIGTERM")
     assert report.checkpoint == str(tmp_path / "model.ckpt-3")
