@@ -46,7 +46,7 @@ class ThreadsConfig(Checked):
 
     intra_op: int | None = None
     """Threads that share one operation of torch. None is one for each core, or for every second one where a
-    process of 8 cores or more computes on them: then the others read, and look rows up."""
+    process of 8 cores or more computes on them: then the other cores read, and look rows up."""
     inter_op: int | None = None
     """Operations of torch that run at a time; None leaves it to torch."""
 

@@ -679,7 +679,7 @@ class DeviceBatch:
 
     @cached_property
     def numbers(self) -> list[Tensor]:
-        """What was sent along, on the device."""
+        """The numbers of the batch, on the device: those that `DeviceGatherer.read` was given."""
         places = self._places.numbers
         return [self._buffer[one.at : one.end].view(one.dtype).view(one.shape) for one in places]
 

@@ -115,7 +115,7 @@ class RunningLoss:
             self._add_up()
 
     def take(self) -> float:
-        """Return the mean, and begin anew; NaN if there was no step."""
+        """Return the mean, and start over; NaN if there was no step."""
         self._add_up()
         found = math.nan if self._sum is None else float(self._sum) / self.steps
         self._sum, self.steps = None, 0
