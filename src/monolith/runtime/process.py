@@ -91,7 +91,8 @@ class Process:
 def run_process(run: RunContext) -> RunResult:
     """Do the part of a run that its config assigns to this process; see `Run.run`."""
     config, environ, output = run.config, run.environ, run.output
-    computes = config.cluster.role == "worker" and config.train.accelerator in (None, "cpu")
+    on_cores = config.train.accelerator in (None, "cpu") or config.train.embedding_device == "host"
+    computes = config.cluster.role == "worker" and on_cores
     set_threads(config.threads, shares_cores=computes and "OMP_NUM_THREADS" not in environ)
     _keep_freed_memory()
     task, config = prepared_task(run.task, config, say=output.say, warn=output.warn)
