@@ -12,19 +12,28 @@ last checkpoint, with less on the device:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from monolith.cuda import Device
 from monolith.cuda.device import is_full, room_for_rows
-from monolith.errors import AcceleratorError, ConfigError, DeviceFullError
+from monolith.errors import AcceleratorError, ConfigError, DeviceFullError, TableClosedError
 from monolith.store import MakeStore, Store
 from monolith.table import TableConfig
 from monolith.train.accelerator import Accelerator
 from monolith.train.config import TrainConfig
+from monolith.train.metrics.metric_set import WindowRow
+from monolith.train.model import Model
+
+if TYPE_CHECKING:
+    from monolith.runtime.checkpoints import RunCheckpoints
+    from monolith.runtime.report import FirstAndLastSteps
+    from monolith.runtime.session import Session
+    from monolith.runtime.trainer import LocalRun
 
 _log = logging.getLogger(__name__)
 
@@ -173,3 +182,63 @@ class RowsPlace:
             "steps that need such rows take longer, up to several times. Set train.device_memory_bytes = "
             f"{room} to have it so from the start"
         )
+
+
+class _Begun(NamedTuple):
+    """What a model had trained on before its run began."""
+
+    step: int
+    examples: int
+    skipped: int
+
+
+class WholeRun:
+    """What the attempts of one run have in common; most runs have one attempt.
+
+    Args:
+        began_at: By `concurrency.monotonic`.
+    """
+
+    def __init__(self, began_at: float) -> None:
+        self.began_at = began_at
+        self.windows: dict[str, list[WindowRow]] = {}
+        self.restored_from: str | None = None
+        self.step = 0
+        """What the last attempt has come to."""
+        self.live: bool | None = None
+        self.collections = 0
+        self.rows: dict[str, int] = {}
+        self.first_step_at: float | None = None
+        # Of the attempts before this one:
+        self.save_seconds = self.evaluate_seconds = 0.0
+        self.evaluations = 0
+        self._begun: _Begun | None = None
+
+    @property
+    def begun(self) -> _Begun:
+        assert self._begun is not None, "a model is made before it trains"
+        return self._begun
+
+    def begin(self, session: Session, restored_from: str | None) -> None:
+        """Take note of where an attempt begins: the first one that does is where the run begins."""
+        if self._begun is None:
+            progress = session.progress
+            self._begun = _Begun(session.step, progress.total_examples, progress.total_skipped)
+            self.restored_from = restored_from
+
+    def count_rows(self, model: Model) -> None:
+        """Take note of how many rows tables have, if the device can still say."""
+        with contextlib.suppress(RuntimeError, TableClosedError):
+            self.rows = {name: stats.rows for name, stats in model.stats().items()}
+
+    def leave(self, run: LocalRun, keeper: RunCheckpoints | None, ends: FirstAndLastSteps) -> None:
+        """Take note of what an attempt has come to, before it is closed."""
+        session = run.session
+        self.step, self.live = session.step, session.batches.stream.live
+        self.collections = len(session.model.stores)
+        self.first_step_at = ends.first_at
+        if keeper is not None:
+            self.save_seconds += keeper.waited_seconds
+        if run.evaluate is not None:
+            self.evaluate_seconds += run.evaluate.seconds
+            self.evaluations += run.evaluate.evaluations

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,7 +45,6 @@ from monolith.errors import (
     DeviceFullError,
     DivergedError,
     RestoreError,
-    TableClosedError,
     TransientFilesystemError,
 )
 from monolith.feature import Batch
@@ -67,7 +66,7 @@ from monolith.runtime.report import (
     write_run_end,
     write_run_manifest,
 )
-from monolith.runtime.rows_place import RowsPlace, RowsRefusedError
+from monolith.runtime.rows_place import RowsPlace, RowsRefusedError, WholeRun
 from monolith.runtime.session import Session
 from monolith.store import AllToAllStore, LocalStore
 from monolith.train.accelerator import Accelerator, AcceleratorHook, accelerator_of
@@ -245,7 +244,7 @@ class Trainer:
             RestoreError: The checkpoint does not fit the task.
             CorruptFileError: The checkpoint is damaged.
         """
-        whole = _WholeRun(concurrency.monotonic())
+        whole = WholeRun(concurrency.monotonic())
         alone = isinstance(self._coordinator, LocalCoordinator)
         place = RowsPlace.of(self.config, self._accelerator, alone=alone)
         while True:
@@ -263,7 +262,7 @@ class Trainer:
             if resuming is not None:
                 _log.warning("%s. %s. %s", why.partition("; ")[0], resuming, place.describe())
 
-    def _train(self, place: RowsPlace, whole: _WholeRun, report: Report | None) -> TrainReport:
+    def _train(self, place: RowsPlace, whole: WholeRun, report: Report | None) -> TrainReport:
         """Train with rows at a place: all of a run, or what an attempt before has left of it."""
         config = self.config
 
@@ -565,7 +564,7 @@ class Trainer:
 
     # Inside
 
-    def _resuming(self, whole: _WholeRun, error: Exception) -> str:
+    def _resuming(self, whole: WholeRun, error: Exception) -> str:
         """Say where the next attempt begins, after one for which the device had no room.
 
         Raises:
@@ -694,7 +693,7 @@ class Trainer:
         custom = CustomRestore(alias_map=restore.alias_map, auto_alias=restore.auto_alias)
         return replace(restore.options(self.config.model_dir), optimizer_state="reset", custom=custom)
 
-    def _own_hooks(self, run: LocalRun, keeper: RunCheckpoints | None, whole: _WholeRun) -> list[Hook]:
+    def _own_hooks(self, run: LocalRun, keeper: RunCheckpoints | None, whole: WholeRun) -> list[Hook]:
         config = self.config
         hooks: list[Hook] = [_SessionHook(run.session, config, whole)]
         if self._accelerator is not None:
@@ -776,66 +775,6 @@ class Trainer:
         self._run = None
 
 
-class _Begun(NamedTuple):
-    """What a model had trained on before its run began."""
-
-    step: int
-    examples: int
-    skipped: int
-
-
-class _WholeRun:
-    """What the attempts of one run have in common; most runs have one attempt.
-
-    Args:
-        began_at: By `concurrency.monotonic`.
-    """
-
-    def __init__(self, began_at: float) -> None:
-        self.began_at = began_at
-        self.windows: dict[str, list[WindowRow]] = {}
-        self.restored_from: str | None = None
-        self.step = 0
-        """What the last attempt has come to."""
-        self.live: bool | None = None
-        self.collections = 0
-        self.rows: dict[str, int] = {}
-        self.first_step_at: float | None = None
-        # Of the attempts before this one:
-        self.save_seconds = self.evaluate_seconds = 0.0
-        self.evaluations = 0
-        self._begun: _Begun | None = None
-
-    @property
-    def begun(self) -> _Begun:
-        assert self._begun is not None, "a model is made before it trains"
-        return self._begun
-
-    def begin(self, session: Session, restored_from: str | None) -> None:
-        """Take note of where an attempt begins: the first one that does is where the run begins."""
-        if self._begun is None:
-            progress = session.progress
-            self._begun = _Begun(session.step, progress.total_examples, progress.total_skipped)
-            self.restored_from = restored_from
-
-    def count_rows(self, model: Model) -> None:
-        """Take note of how many rows tables have, if the device can still say."""
-        with contextlib.suppress(RuntimeError, TableClosedError):
-            self.rows = {name: stats.rows for name, stats in model.stats().items()}
-
-    def leave(self, run: LocalRun, keeper: RunCheckpoints | None, ends: FirstAndLastSteps) -> None:
-        """Take note of what an attempt has come to, before it is closed."""
-        session = run.session
-        self.step, self.live = session.step, session.batches.stream.live
-        self.collections = len(session.model.stores)
-        self.first_step_at = ends.first_at
-        if keeper is not None:
-            self.save_seconds += keeper.waited_seconds
-        if run.evaluate is not None:
-            self.evaluate_seconds += run.evaluate.seconds
-            self.evaluations += run.evaluate.evaluations
-
-
 def _refused(session: Session) -> dict[str, int]:
     """By table of this process; a server logs its own, and may be gone."""
     stores = [one.inner if isinstance(one, AllToAllStore) else one for one in session.model.stores]
@@ -897,7 +836,7 @@ class _OrderedSums:
 class _SessionHook(Hook):
     """Measures predictions, stops at the limits of the run, and finishes its last updates."""
 
-    def __init__(self, session: Session, config: TrainConfig, whole: _WholeRun) -> None:
+    def __init__(self, session: Session, config: TrainConfig, whole: WholeRun) -> None:
         self._session = session
         self._config = config
         self._whole = whole
