@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from monolith.data import DataConfig, Stream
+from monolith.data import DataConfig, Stream, reading_process
 from monolith.data.reading_process import ReadingProcess
 from monolith.data.source import Position
 from monolith.errors import CorruptFileError, DataError, TooManyBadRecordsError
@@ -300,6 +301,23 @@ def test_it_is_ended_while_it_waits_for_its_source() -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(process._pid, 0)
     process.close()
+
+
+def test_a_stop_ends_a_wait_for_a_source_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reading_process, "_STUCK", 0.1)
+    with ReadingProcess(Endless) as process, ThreadPoolExecutor(1) as other:
+        stream = process.open()
+        waiting = other.submit(next, iter(stream))
+        while stream._reading is None:  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        while not process._turn.locked():
+            time.sleep(0.001)
+        stream.restore({"next": 5})
+        with pytest.raises(DataError, match="the process that reads the data was closed"):
+            waiting.result(timeout=30)
+    assert "does not answer" in caplog.text
 
 
 # What is read here

@@ -58,6 +58,7 @@ _AT_ONCE = 1 << 16  # bytes of messages that are received
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LOOK_EVERY = 0.1  # seconds between two answers to which part of the data is read
 _PATIENCE = 1.0  # seconds that the process has to end by itself
+_STUCK = 30.0  # seconds that a source has to answer before reading is stopped by ending the process
 
 
 def may_fork() -> bool:
@@ -363,6 +364,7 @@ class ReadingProcess:
         other.close()
         self._channel = _Channel(mine)
         self._closed = False
+        self._turn = concurrency.Lock()  # held by the thread that receives
         self._number = 0
         self._memory: list[mmap.mmap] = []
         self._freed: deque[int] = deque()
@@ -412,6 +414,10 @@ class ReadingProcess:
             Exception: What reading raised there.
             DataError: The process has ended.
         """
+        with self._turn:
+            return self._next(number)
+
+    def _next(self, number: int) -> tuple[Batch | None, _Standing]:
         while True:
             kind, *about = self._receive()
             if kind == "log":
@@ -429,11 +435,19 @@ class ReadingProcess:
                 return None, (about[2], about[3], about[4])
 
     def stop(self, number: int) -> None:
-        """Have the process read no more, and drop what it has read."""
-        with suppress(DataError):
-            self._send("stop", self._take_freed())
-            while self.next(number)[0] is not None:
-                pass
+        """Have the process read no more, and drop what it has read. If another thread still waits for its
+        source, the process is ended, and so is that wait."""
+        if not self._turn.acquire(timeout=_STUCK):
+            _log.warning("the source of the data does not answer; the process that reads it is ended")
+            self.close()
+            return
+        try:
+            with suppress(Exception):  # an error of a reading that is over is none
+                self._send("stop", self._take_freed())
+                while self._next(number)[0] is not None:
+                    pass
+        finally:
+            self._turn.release()
 
     def _take_freed(self) -> list[int]:
         return [self._freed.popleft() for _ in range(len(self._freed))]
