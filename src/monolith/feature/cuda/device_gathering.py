@@ -24,11 +24,10 @@ batches have no shape in common, and no graph is captured for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,19 +38,26 @@ from monolith.cuda import Carrier, Carriers, Device, blocks_for
 from monolith.errors import AcceleratorError, FeatureError
 from monolith.feature.batches import FeatureIds, one_each_splits
 from monolith.feature.combiners import Max
+from monolith.feature.cuda.batch_places import (
+    MOST,
+    BatchCells,
+    KeptPart,
+    Placed,
+    Places,
+    StagedParts,
+    check_ends,
+    check_splits,
+    id_runs,
+    kept_parts,
+    sums,
+)
 from monolith.feature.cuda.device_plan import FEATURE, PART, BatchStruct, DevicePlan
 from monolith.feature.gathering import Scaled
-from monolith.feature.layouts import LayoutPlan, LayoutTensor, RowSplits
+from monolith.feature.layouts import LayoutPlan, LayoutTensor
 from monolith.tensors import RaggedTensor
 
 _EXAMPLES = _FLOATS = 4  # that a thread does, as in layouts.cu
-_MOST = 1 << 31
 _SHAPES = 16  # of batches that are remembered
-_ROUNDED = 5  # bits of the room of a table that are not zeros, at most: it is rounded up by 1/16 at most
-_LEAST_ROOM = 8
-_MOST_PADDED = 1.5  # of the ids of a batch, and some for each table: with more, room is found anew
-_SOME = 32
-_COMPARED_ALONE = 4  # threads of torch that compare numbers as fast as one of numpy: measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,7 @@ class DeviceGatherer:
         self.device = device
         self.on_device = DevicePlan(plan, device)
         self._upload = device.new_stream()
-        self._shapes: dict[tuple[tuple[str, ...], tuple[bool, ...], int], _Cells] = {}
+        self._shapes: dict[tuple[tuple[str, ...], tuple[bool, ...], int], BatchCells] = {}
         order, tables = self.on_device.order, self.on_device.table_of
         self._maxima = [isinstance(plan.features[f].combiner, Max) for f in order]
         jagged = np.isin(np.array(order, np.int64), plan.jagged)
@@ -140,7 +146,7 @@ class DeviceGatherer:
         if one_each is None:
             each = one_each_splits(cells.count)  # those of most batches, which are recognised by one look
             same = batch.splits is each or (len(batch.ids) == cells.count and torch.equal(batch.splits, each))
-            one_each = (_check_ends if same else _check)(batch, cells.count)
+            one_each = (check_ends if same else check_splits)(batch, cells.count)
         splits = batch.splits.numpy()
         kept: dict[str, RaggedTensor] = {}
         if self.plan.jagged and padded:
@@ -159,7 +165,7 @@ class DeviceGatherer:
             found = self.plan.row_splits(batch)
             there = {feature: self._sent(self._pinned(one)) for feature, one in found.items()}
             known = replace(known, row_splits=there)
-        staged = _Staged(
+        staged = StagedParts(
             self.device,
             features=len(known.about),
             ids=known.ids,
@@ -296,34 +302,34 @@ class DeviceGatherer:
             current.keep(buffer)
         return buffer
 
-    def _cells(self, batch: FeatureIds) -> _Cells:
+    def _cells(self, batch: FeatureIds) -> BatchCells:
         """Return where the cells of a batch's features are: the same for all batches of one shape."""
         key = batch.names, batch.shared, batch.batch_size
         found = self._shapes.get(key)
         if found is None:
             if len(self._shapes) >= _SHAPES:
                 self._shapes.clear()
-            found = self._shapes[key] = _Cells(self._where(batch.names), batch, key)
+            found = self._shapes[key] = BatchCells(self._where(batch.names), batch, key)
         return found
 
     def _placed(
         self,
         batch: FeatureIds,
-        cells: _Cells,
+        cells: BatchCells,
         splits: NDArray[np.int64],
         *,
         padded: bool = False,
         one_each: bool = True,
         kept: Mapping[str, RaggedTensor] | None = None,
-    ) -> _Placed:
+    ) -> Placed:
         """Return the places of a batch's ids, and the description of its features that kernels read."""
         starts, ends = splits[cells.first], splits[cells.end]
         counts = ends - starts
         weighted = self._weighted(batch, starts, ends)
         tables = self._table_of_room
-        there = _sums(counts, self._room_of, len(tables))
-        of_tables = _sums(counts, self.on_device.table_of, len(self.on_device.dims))
-        rooms, parts = there, list[_KeptPart]()
+        there = sums(counts, self._room_of, len(tables))
+        of_tables = sums(counts, self.on_device.table_of, len(self.on_device.dims))
+        rooms, parts = there, list[KeptPart]()
         if kept and not of_tables[self.on_device.table_of[self._jagged]].all():
             padded = False  # a history in a table without ids has none to repeat
         elif padded and not one_each:
@@ -334,8 +340,8 @@ class DeviceGatherer:
             active = np.append(of_tables[tables] > 0, np.ones(len(carried), np.bool_))
             found = cells.room_for(np.append(there, np.array([*carried.values()], np.int64)), active)
             rooms, others = found[: len(there)], found[len(there) :].tolist()
-            parts = _kept_parts(kept or {}, dict(zip(carried, others, strict=True)), batch)
-        sizes = _sums(rooms, tables, len(self.on_device.dims))
+            parts = kept_parts(kept or {}, dict(zip(carried, others, strict=True)), batch)
+        sizes = sums(rooms, tables, len(self.on_device.dims))
         about = self._about(counts, there, rooms)
         about["cell"] = np.where(cells.there, cells.first, -1)
         about["shift"] = about["first"] - starts
@@ -345,12 +351,12 @@ class DeviceGatherer:
         pinned.numpy()[:] = sizes
         weighs = bool(weighted.any())
         shape = cells.key, rooms.tobytes(), weighs, one_each, weighted[self._jagged].tobytes(), tuple(parts)
-        return _Placed(
+        return Placed(
             about=np.concatenate([about.view(np.uint8), of_tables.view(np.uint8)]),
             features=len(about),
             sizes=pinned,
             floats=int(sizes @ self.on_device.dims),
-            runs=list(_runs(starts, about["first"], counts)),
+            runs=list(id_runs(starts, about["first"], counts)),
             ids=int(sizes.sum()),
             weighs=weighs,
             padding=self._padding(there, rooms),
@@ -409,7 +415,7 @@ class DeviceGatherer:
         """
         plan = self.on_device
         dims, tables = plan.dims, plan.table_of
-        sizes = _sums(rooms, self._table_of_room, len(dims))
+        sizes = sums(rooms, self._table_of_room, len(dims))
         floats = np.cumsum(sizes * dims) - sizes * dims
         firsts = np.cumsum(sizes) - sizes
         padding_before = (np.cumsum(rooms) - rooms) - (np.cumsum(there) - there)
@@ -418,196 +424,9 @@ class DeviceGatherer:
         about["count"] = counts
         about["base"] = (floats - firsts * dims)[tables]
         about["begin"] = about["base"] + about["first"].astype(np.int64) * about["dim"]
-        if int((counts * about["dim"]).max(initial=0)) >= _MOST:
+        if int((counts * about["dim"]).max(initial=0)) >= MOST:
             raise FeatureError("batch: a feature has 2^31 floats or more; use smaller batches on a GPU")
         return about
-
-
-def _sums(numbers: NDArray[np.int64], group_of: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """Return the sum of the numbers of each group."""
-    found = np.zeros(groups, np.int64)
-    np.add.at(found, group_of, numbers)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _KeptPart:
-    """Where a feature whose IDs a model reads is among the numbers that are sent for that."""
-
-    name: str | None
-    """None for the event times of examples."""
-    first: int
-    """Its row splits begin here."""
-    ids: int
-    """Its IDs, if they are sent for the model alone."""
-    end: int
-
-    def fill(self, numbers: NDArray[np.int64], given: RaggedTensor | Tensor | None) -> None:
-        if isinstance(given, RaggedTensor):
-            numbers[self.first : self.ids] = given.row_splits.numpy()
-            numbers[self.ids : self.end] = 0
-            many = min(self.end - self.ids, len(given.flat_values))
-            numbers[self.ids : self.ids + many] = given.flat_values.numpy()[:many]
-        elif given is not None:
-            numbers[self.first : self.end] = given.numpy()
-
-
-def _kept_parts(
-    kept: Mapping[str, RaggedTensor], rooms: Mapping[str, int], batch: FeatureIds
-) -> list[_KeptPart]:
-    """Return the parts of the features that a model reads, and of the event times of examples.
-
-    Args:
-        rooms: For how many IDs there is room, of features whose IDs are sent for the model alone.
-    """
-    found, at = list[_KeptPart](), 0
-    for name, one in kept.items():
-        ids = at + len(one.row_splits)
-        found.append(_KeptPart(name, at, ids, ids + rooms.get(name, 0)))
-        at = found[-1].end
-    times = batch.event_times
-    if kept and times is not None and len(times) == batch.batch_size:
-        found.append(_KeptPart(None, at, at, at + len(times)))
-    return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Placed:
-    """The places of the ids of a batch. Never changed."""
-
-    about: NDArray[np.uint8]
-    """The description of each feature that kernels read, as bytes; then int64, the ids of each table."""
-    features: int
-    sizes: Tensor
-    """int64 of shape (tables,)."""
-    floats: int
-    """Floats of the rows of all ids."""
-    runs: list[tuple[int, int, int]]
-    """Ranges of ids to copy: begin in the batch, place on the device, and number."""
-    ids: int
-    weighs: bool
-    padding: list[tuple[int, int, int]]
-    """As of `_padding`."""
-    shape: Hashable | None = None
-    """Equal for batches with the same numbers of ids: one in each cell, or as many as they were padded to."""
-    repeats: bool = False
-    """Whether all batches of these features and this size have the same."""
-    row_splits: RowSplits = field(default_factory=dict)
-    """On the device, unless they are among `kept`."""
-    kept: tuple[_KeptPart, ...] = ()
-    """Of a padded batch, what a model reads in addition to rows."""
-    rooms: Mapping[int, int] = field(default_factory=dict)
-    """Feature of which each ID is kept -> for how many there is room."""
-
-
-class _Cells:
-    """Where the cells of each feature are, in batches of one shape.
-
-    Args:
-        where: The place of each feature among those of the batch; -1 for one that it does not have.
-        key: Equal for batches of one shape.
-    """
-
-    def __init__(self, where: NDArray[np.int64], batch: FeatureIds, key: Hashable) -> None:
-        self.key = key
-        shared = np.array(batch.shared, np.bool_)
-        begins = np.concatenate([[0], np.cumsum(np.where(shared, 1, batch.batch_size))])
-        self.count = int(begins[-1])
-        self.there = where >= 0
-        self.all_there = bool(self.there.all())
-        self.first = begins[where]
-        self.end = np.where(self.there, begins[where + 1], self.first)
-        self.step = self.there & ~np.append(shared, False)[where]
-        self.one_each: _Placed | None = None
-        """The places of batches in which every cell has one id, without weights."""
-        self._room: NDArray[np.int64] | None = None
-        """Of the last batch that was padded."""
-
-    def room_for(self, sizes: NDArray[np.int64], active: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Return how large rooms are in a batch that has so many ids in each: if possible, as large as in the
-        batch before.
-
-        Args:
-            active: Which rooms there are; one that has nothing to repeat is none.
-        """
-        room = self._room
-        if room is not None and ((room > 0) != active).any():
-            room = None
-        most = _MOST_PADDED * sizes.sum() + _SOME * active.sum()
-        if room is None or (sizes > room).any() or room.sum() > most:
-            # The next batches should fit, too: many examples of independent lengths differ by little more.
-            wanted = np.ceil(sizes * (1 + 1 / 16) + 4 * np.sqrt(sizes)).astype(np.int64)
-            # bits[i] of wanted[i] are needed for it; all but the first few of them become zeros.
-            bits = np.frexp(wanted.astype(np.float64))[1].astype(np.int64)
-            step = np.maximum(np.int64(1) << np.maximum(bits - _ROUNDED, 0), _LEAST_ROOM)
-            found = np.maximum(-(-wanted // step) * step, _LEAST_ROOM)
-            found = np.where(active, found, 0)
-            if room is not None and np.maximum(found, room).sum() <= most:
-                found = np.maximum(found, room)
-            self._room = room = found
-        return room
-
-
-class _SentNumber(NamedTuple):
-    """Where a tensor is that is sent along with ids."""
-
-    at: int
-    end: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-
-class _Places(NamedTuple):
-    """Where the parts of a batch are in its memory."""
-
-    ends: list[int]
-    """Of the description of features, ids, what models read, weights and splits."""
-    numbers: list[_SentNumber]
-
-
-class _Staged:
-    """What is copied of one batch, in one block of pinned memory.
-
-    Parts are arrays of numpy. To slice or view a tensor gives the interpreter to another thread, and a
-    process that reads, packs and saves has thirty of them: to get it back took longer than the copies.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        *,
-        features: int,
-        ids: int,
-        kept: int,
-        weights: int,
-        splits: int,
-        numbers: Sequence[Tensor] = (),
-        carriers: Carriers | None = None,
-    ) -> None:
-        ends = list(accumulate((features, 8 * ids, 8 * kept, 4 * weights, 4 * splits)))
-        one, two, three, four, five = ends
-        self.places = _Places(ends, [])
-        self.size = five
-        for each in numbers:
-            at = -(-self.size // 8) * 8
-            self.size = at + each.numel() * each.element_size()
-            self.places.numbers.append(_SentNumber(at, self.size, each.dtype, each.shape))
-        self.size = max(self.size, 1)
-        self.carrier = None if carriers is None else carriers.lend(self.size)
-        if self.carrier is None:
-            self.memory = device.pinned((self.size,), torch.uint8)
-            whole: NDArray[np.uint8] = self.memory.numpy()
-        else:
-            self.memory, whole = self.carrier.host, self.carrier.bytes
-        for about, each in zip(self.places.numbers, numbers, strict=True):
-            # numpy has no bfloat16; what is copied are its bits.
-            values = (each.view(torch.int16) if each.dtype is torch.bfloat16 else each).numpy()
-            whole[about.at : about.end].view(values.dtype).reshape(values.shape)[...] = values
-        self.features = whole[:one]
-        self.ids = whole[one:two].view(np.int64)
-        self.kept = whole[two:three].view(np.int64)
-        self.weights = whole[three:four].view(np.float32)
-        self.splits = whole[four:five].view(np.int32)
 
 
 class DeviceBatch:
@@ -621,8 +440,8 @@ class DeviceBatch:
         self,
         gatherer: DeviceGatherer,
         buffer: Tensor,
-        places: _Places,
-        placed: _Placed,
+        places: Places,
+        placed: Placed,
         batch_size: int,
         *,
         plain: bool,
@@ -831,7 +650,7 @@ class DeviceBatch:
     def gather(self, rows: Tensor) -> tuple[Tensor, ...]:
         gatherer, plan = self._gatherer, self._gatherer.on_device
         threads = blocks_for(self.batch_size, per_block=_EXAMPLES) * plan.width
-        if threads >= _MOST:
+        if threads >= MOST:
             raise FeatureError(
                 f"batch: {self.batch_size:,} examples of {plan.width:,} floats are too many for one call on "
                 "a GPU; use smaller batches"
@@ -901,59 +720,3 @@ class _Gathered(torch.autograd.Function):
         (rows,) = ctx.saved_tensors or (None,)
         scale = 1.0 if ctx.scale is None else ctx.scale()
         return ctx.batch.scatter(rows, gradients, scale), None, None
-
-
-def _check(batch: FeatureIds, cells: int) -> bool:
-    """Check a batch; return whether every cell has one id.
-
-    Raises:
-        FeatureError: It does not. In the words of the core.
-    """
-    _check_ends(batch, cells)
-    splits, ids = batch.splits, len(batch.ids)
-    many_threads = torch.get_num_threads() > _COMPARED_ALONE
-    numbers: Any = splits if many_threads else splits.numpy()
-    before, after = numbers[:-1], numbers[1:]
-    if ids == cells and bool((after > before).all()):
-        return True
-    if not bool((after >= before).all()):
-        raise FeatureError("batch: splits must not fall")
-    return False
-
-
-def _check_ends(batch: FeatureIds, cells: int) -> bool:
-    """Check what can be seen without looking at all splits; returns True.
-
-    Raises:
-        FeatureError: As in `_check`.
-    """
-    splits, ids = batch.splits, len(batch.ids)
-    if len(splits) != cells + 1:
-        raise FeatureError(
-            f"batch: splits must have one entry per cell and one more: expected {cells + 1}, "
-            f"got {len(splits)}"
-        )
-    first, last = int(splits[0]), int(splits[-1])
-    if first != 0 or last != ids:
-        raise FeatureError(
-            f"batch: splits must begin with 0 and end with the number of ids, {ids}: got {first} and {last}"
-        )
-    if ids >= _MOST or cells >= _MOST:
-        raise FeatureError("batch: a batch on a GPU may have 2^31 - 1 ids")
-    return True
-
-
-def _runs(
-    starts: NDArray[np.int64], firsts: NDArray[np.int32], counts: NDArray[np.int64]
-) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of ids to copy: begin, place and number. Ranges adjacent in both are merged."""
-    begin = to = count = 0
-    for start, first, many in zip(starts.tolist(), firsts.tolist(), counts.tolist(), strict=True):
-        if many and count and start == begin + count and first == to + count:
-            count += many
-        elif many:
-            if count:
-                yield begin, to, count
-            begin, to, count = start, first, many
-    if count:
-        yield begin, to, count
