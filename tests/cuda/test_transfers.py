@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from services.slow_device import SlowDevice
 
 from monolith.cuda import CudaDevice
 from monolith.cuda.device import Device
-from monolith.cuda.transfers import PinnedPool, Transfers
+from monolith.cuda.transfers import Carrier, Carriers, PinnedPool, Transfers
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -112,6 +114,83 @@ def test_a_tensor_lands_after_what_computes_it_and_is_waited_for_where_it_is_rea
     assert transfers.land(gradient).wait().data_ptr() != place
     landing.release()
     assert transfers.land(gradient).wait().data_ptr() == place
+
+
+# Carriers
+
+
+def sent(carriers: Carriers, value: int, size: int = 1000) -> Carrier:
+    carrier = carriers.lend(size)
+    carrier.bytes[:size] = value
+    carriers.send(carrier, size)
+    return carrier
+
+
+def used(device: SlowDevice, carriers: Carriers, carrier: Carrier) -> None:
+    carrier.used = device.first.record()
+    carriers.give_back(carrier)
+
+
+def test_a_carrier_is_lent_again_once_it_is_given_back(device: SlowDevice) -> None:
+    carriers = Carriers(device)
+    one, two = sent(carriers, 1), sent(carriers, 2)
+    assert (one.there[:1000] == 1).all()
+    assert (two.there[:1000] == 2).all()
+    used(device, carriers, one)
+    assert carriers.lend(900) is one
+    assert carriers.lend(900) not in (one, two)
+
+
+def test_a_carrier_is_written_to_only_when_its_copy_is_done(device: SlowDevice) -> None:
+    carriers = Carriers(device)
+    one = sent(carriers, 1)
+    used(device, carriers, one)
+    copy: Any = one.sent
+    assert carriers.lend(1000) is one
+    assert (copy.has_come, copy.waits) == (True, 1)
+
+
+def test_a_copy_to_the_device_waits_until_the_one_before_was_read(device: SlowDevice) -> None:
+    carriers = Carriers(device)
+    one = sent(carriers, 1)
+    used(device, carriers, one)
+    read: Any = one.used
+    assert sent(carriers, 2) is one
+    up: Any = carriers._up
+    assert up.waited_for == [read]
+    assert read.waits == 0  # only the device waits
+
+
+def test_a_batch_that_is_larger_gets_a_larger_carrier_in_place_of_one(device: SlowDevice) -> None:
+    carriers = Carriers(device)
+    small = sent(carriers, 1)
+    used(device, carriers, small)
+    read: Any = small.used
+    large = sent(carriers, 2, size=100_000)
+    assert large is not small
+    assert read.waits == 1  # its memory is freed, which a step may still have read
+    used(device, carriers, large)
+    assert carriers.lend(1000) is large
+
+
+@needs_gpu
+def test_many_batches_go_through_few_carriers_whole() -> None:
+    device: Device = CudaDevice.of()
+    carriers = Carriers(device)
+    found, seen = torch.zeros(50, dtype=torch.int64, device=device.torch_device), set()
+    for number in range(50):
+        carrier = carriers.lend(1 << 20)
+        seen.add(carrier.there.data_ptr())
+        carrier.bytes[: 1 << 20] = number
+        carriers.send(carrier, 1 << 20)
+        assert carrier.sent is not None
+        current = device.current_stream()
+        current.wait_for_event(carrier.sent)
+        found[number] = carrier.there[: 1 << 20].to(torch.int64).sum()
+        carrier.used = current.record()
+        carriers.give_back(carrier)
+    assert found.tolist() == [number << 20 for number in range(50)]
+    assert len(seen) == 1
 
 
 @needs_gpu

@@ -9,7 +9,8 @@ of their copy, and each direction has a stream of its own:
     computing                                 └──► ... ──┘
 
 Streams wait for each other by events. The host waits only in `Landing.wait`, and if more copies are in flight
-than the pool has buffers for.
+than the pool has buffers for. Batches that come one after the other go through `Carriers`, which have memory
+on the device, too.
 """
 
 from __future__ import annotations
