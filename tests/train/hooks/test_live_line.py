@@ -8,11 +8,13 @@ import logging
 import math
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 from train.runs import FakeClock, FakeRun, train
 
+from monolith import concurrency
 from monolith.observe import Metrics
 from monolith.observe.logs import JsonFormatter
 from monolith.observe.terminal import LiveLine
@@ -58,6 +60,27 @@ class Shown:
 
         train([self.hook], steps, run=FakeRun(step=first_step), on_step=tick, **how)
         return self.seen
+
+
+def test_metrics_that_a_thread_computes_are_shown_once_they_are_known() -> None:
+    asked: list[concurrency.Future[dict[str, float]]] = [concurrency.Future() for _ in range(3)]
+    asked[2].set_result({})  # that of the end of the run
+    shown = Shown(metrics=partial(next, iter(asked)), every=2.0)
+    seen: list[int] = []
+
+    def tick(run: FakeRun) -> None:
+        seen.append(len(shown.seen))
+        shown.timer.now += 1.0
+        if run.step == 3:
+            asked[0].set_result({"click/auc": 0.5, "click/gauc": math.nan})
+        if run.step == 5:
+            asked[1].set_result({"click/auc": 0.75})
+
+    train([shown.hook], 5, run=FakeRun(step=0), on_step=tick)
+    # Each has the numbers of its own step, and comes with the first step after its metrics are known.
+    found = [(one.step, one.metrics) for one in shown.seen]
+    assert found == [(2, {"click/auc": 0.5}), (4, {"click/auc": 0.75}), (5, {})]
+    assert seen == [0, 0, 0, 1, 1]
 
 
 def standing(**changes: Any) -> TrainStatus:

@@ -185,6 +185,7 @@ def test_a_state_and_a_value_include_what_the_thread_still_has() -> None:
         threaded.update(predictions, batch)
         plain.update(predictions, batch)
         assert threaded.values() == plain.values()
+        assert threaded.values_later().result(timeout=30) == plain.values_later().result(timeout=0)
     assert str(threaded.state()) == str(plain.state())
     threaded.close()
 
