@@ -107,6 +107,7 @@ class _Channel:
             self.files += files
         (length,) = _LENGTH.unpack_from(self._received)
         end = _LENGTH.size + length
+        # Only these two processes have an end of the socket pair, and one has forked the other.
         message = pickle.loads(memoryview(self._received)[_LENGTH.size : end])
         del self._received[:end]
         return message
