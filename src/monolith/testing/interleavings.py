@@ -32,6 +32,7 @@ their locks from `monolith.concurrency`: a real lock that a stopped thread has w
 
 from __future__ import annotations
 
+import _thread
 import dis
 import functools
 import linecache
@@ -48,6 +49,8 @@ from monolith.testing.scheduler import SimThread, Simulation, SimulationError
 
 _SHARED = ("ATTR", "METHOD", "SUBSCR", "DEREF", "CALL", "CONTAINS_OP", "FOR_ITER", "STORE_GLOBAL", "SLICE")
 """Parts of the names of instructions that touch what other threads may touch, on any version of CPython."""
+_TOOL = 4
+"""Number of the explorer for `sys.monitoring`: debuggers, coverage, profilers and optimizers have others."""
 _TIMEOUTS = 0.5
 """Chance that a deadline passes when a thread is stopped, if one is waited for."""
 _LONGEST_STOP = 1.0
@@ -217,7 +220,8 @@ class _Exploration(Simulation):
         super().__init__(number, most_seconds=_MOST_SECONDS, most_switches=_MOST_SWITCHES)
         self._modules = modules
         self._plan = plan
-        self._tracers: dict[CodeType, Callable[..., Any]] = {}
+        self._watched: set[CodeType] = set()
+        """Functions of the named modules that were called, from Python 3.12 on."""
         self.steps = 0
         self.changes: list[tuple[str, str, int]] = []
         """Thread, file and line, at each change of threads."""
@@ -231,32 +235,57 @@ class _Exploration(Simulation):
             self._note_place(f"waits ({why})", sys._getframe(1))
         return super().block(why, seconds, waiters)
 
-    def _call(self, target: Callable[[], object]) -> None:
-        # Of this thread only, and gone with it: nothing outside of the simulation is traced.
-        sys.settrace(self._trace_call)
-        try:
-            target()
-        finally:
-            sys.settrace(None)
-
     def _pick(self, ready: Sequence[SimThread]) -> int:
         return self._plan.pick(ready)
 
-    def _trace_call(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:  # noqa: ARG002
-        if frame.f_globals.get("__name__") not in self._modules:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if frame.f_code not in self._tracers:
-            self._tracers[frame.f_code] = self._tracer(_shared_offsets(frame.f_code))
-        return self._tracers[frame.f_code]
+    # Python 3.12 crashes if threads change within a callback of `sys.settrace`, and brings what replaces it.
+    if sys.version_info >= (3, 12):
 
-    def _tracer(self, shared: frozenset[int]) -> Callable[..., Any]:
-        def trace(frame: FrameType, event: str, arg: object) -> Callable[..., Any]:  # noqa: ARG001
-            if event == "opcode" and frame.f_lasti in shared:
+        def run(self, play: Callable[[], object]) -> None:
+            watch, events = sys.monitoring, sys.monitoring.events
+            watch.use_tool_id(_TOOL, "monolith interleavings")
+            try:
+                watch.register_callback(_TOOL, events.PY_START, self._watch_if_named)
+                watch.register_callback(_TOOL, events.INSTRUCTION, self._instruction)
+                watch.restart_events()  # an earlier exploration has disabled those of functions that it saw
+                watch.set_events(_TOOL, events.PY_START)
+                super().run(play)
+            finally:
+                watch.set_events(_TOOL, 0)
+                for code in self._watched:
+                    watch.set_local_events(_TOOL, code, 0)
+                watch.free_tool_id(_TOOL)
+
+        def _watch_if_named(self, code: CodeType, _offset: int) -> object:
+            if sys._getframe(1).f_globals.get("__name__") in self._modules:
+                self._watched.add(code)
+                sys.monitoring.set_local_events(_TOOL, code, sys.monitoring.events.INSTRUCTION)
+            return sys.monitoring.DISABLE  # once for each function
+
+        def _instruction(self, code: CodeType, offset: int) -> None:
+            if offset in _shared_offsets(code) and self.current.ident == _thread.get_ident():
+                self._step(sys._getframe(1))
+
+    else:
+
+        def _call(self, target: Callable[[], object]) -> None:
+            # Of this thread only, and gone with it: nothing outside of the simulation is traced.
+            sys.settrace(self._trace_call)
+            try:
+                target()
+            finally:
+                sys.settrace(None)
+
+        def _trace_call(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:  # noqa: ARG002
+            if frame.f_globals.get("__name__") not in self._modules:
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            return self._trace
+
+        def _trace(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any]:  # noqa: ARG002
+            if event == "opcode" and frame.f_lasti in _shared_offsets(frame.f_code):
                 self._step(frame)
-            return trace
-
-        return trace
+            return self._trace
 
     def _step(self, frame: FrameType) -> None:
         """Count a step of the running thread, and let another one run first if the plan says so."""
