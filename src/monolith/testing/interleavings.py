@@ -317,9 +317,16 @@ class _Exploration(Simulation):
 
 @functools.cache
 def _shared_offsets(code: CodeType) -> frozenset[int]:
-    """Return the offsets of the instructions before which threads may be changed."""
+    """Return the offsets of the instructions before which threads may be changed.
+
+    Those that belong to no line, such as the cleanup of a `with` in Python 3.12, are left out: a failure could
+    not be told with its line.
+    """
     return frozenset(
         one.offset
         for one in dis.get_instructions(code)
-        if any(part in one.opname for part in _SHARED) and one.opname != "PRECALL"
+        if any(part in one.opname for part in _SHARED)
+        and one.opname != "PRECALL"
+        and one.positions is not None
+        and one.positions.lineno is not None
     )
