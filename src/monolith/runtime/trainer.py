@@ -39,7 +39,7 @@ from monolith.checkpoint import (
 )
 from monolith.checkpoint.folder.state_files import SaveNames
 from monolith.cuda.kernels import kernel_counts
-from monolith.data import Epochs, as_stream
+from monolith.data import Epochs, Stream, as_stream
 from monolith.errors import (
     ConfigError,
     DeviceFullError,
@@ -445,12 +445,13 @@ class Trainer:
             examples: How many to read, at least one batch; they are kept in memory.
             repeats: How often each feature is shuffled; more make smaller errors.
         """
-        with self._restored(Mode.EVALUATE, checkpoint) as (model, own, _):
+        with self._restored(Mode.EVALUATE, checkpoint) as (model, own, prefix):
             batches: list[Batch] = []
             with own.drawn():
                 stream = as_stream(self.task.dataset(Mode.EVALUATE))
             with contextlib.closing(stream):
                 if on_open is not None:
+                self._read_as_trained(model, stream, prefix)
                     on_open(stream)
                 for batch in stream:
                     batches.append(batch)
@@ -483,7 +484,7 @@ class Trainer:
             yield batch, outputs.predictions
 
     @contextlib.contextmanager
-    def without_rows(self) -> Iterator[tuple[nn.Module, Callable[[str], None]]]:
+    def without_rows(self) -> Iterator[tuple[Model, Callable[[str], None]]]:
         """Have the model in eval mode on the CPU, with no rows, and what loads weights into it.
 
         That is called with the prefix of a checkpoint, as often as one likes, from any thread. Torch's random
@@ -504,7 +505,7 @@ class Trainer:
             Checkpointer(Saver(config.model_dir), parts).restore(prefix, self._reading_options())
 
         with contextlib.closing(model):
-            yield model.module, restore
+            yield model, restore
 
     def embed(
         self,
@@ -607,6 +608,7 @@ class Trainer:
             data = self._open_data(coordinator.membership.shard, self._epochs(), config.model_dir)
             made.callback(data.close)
             self._metrics.gauge(
+            model.read(data.spec)
                 "data_trouble", "1 while a source cannot record its progress, as on a full disk; else 0"
             ).read_from(lambda: float(bool(data.trouble)))
             session = Session(
@@ -657,7 +659,25 @@ class Trainer:
     ) -> Iterator[tuple[Batch, Outputs]]:
         with self._restored(mode, checkpoint) as (model, own, prefix):
             heads = _trained_heads(prefix) if mode is Mode.PREDICT else ()
-            yield from outputs_of(model, mode, own, steps, data=data, on_open=on_open, heads=heads)
+
+            def opened(stream: Stream[Batch]) -> None:
+                self._read_as_trained(model, stream, prefix)
+                if on_open is not None:
+                    on_open(stream)
+
+            yield from outputs_of(model, mode, own, steps, data=data, on_open=opened, heads=heads)
+
+    def _read_as_trained(self, model: Model, data: Stream[Batch], prefix: str) -> None:
+        """Take note of the data that a restored model reads.
+
+        Raises:
+            FeatureError, RestoreError: It is made by another spec than the model or its checkpoint.
+        """
+        known = model.spec is not None
+        model.read(data.spec)
+        if not known:  # or it was compared when it was restored
+            parts = model.features_parts()
+            Checkpointer(Saver(self.config.model_dir), parts).restore(prefix, self._reading_options())
 
     @contextlib.contextmanager
     def _restored(self, mode: Mode, checkpoint: str | None) -> Iterator[tuple[Model, OwnRandom, str]]:
