@@ -95,6 +95,9 @@ class TrainingStep:
         self.measure: Callable[[Mapping[str, Tensor], Batch, Mapping[str, bool]], None] = lambda *_: None
         """Given the predictions of steps that were launched as graphs, in host memory, once they are known to
         be trained; and whether those of each head are finite."""
+        self.check: Callable[[Mapping[str, Tensor], Batch], object] | None = None
+        """Given the predictions of the first batch, before a step is taken on it; of a step that was launched
+        as a graph, once they are known. Raises an error if the run would end by one later."""
         self._unsettled: deque[tuple[GraphedStep, Batch]] = deque()
         self._schedule_ahead = 0  # steps that the schedule has moved for and that were refused
         self._said_captured = False
@@ -153,6 +156,7 @@ class TrainingStep:
                     assert self._graph is not None
                     rows = self._graph.look_up(rows)
                 outputs = self._outputs(batch, rows, before_lookup)
+                self._check(outputs.predictions, batch)
                 try:
                     # Dense weights are updated here and now; rows by `push`, behind the next lookup. The step
                     # is counted in between, because server 0 counts a step when it takes the dense gradients.
@@ -195,6 +199,7 @@ class TrainingStep:
             found = step.wait()
             if found.trouble is None:
                 progress.skipping.note_trained()
+                self._check(found.predictions, batch)
                 self.measure(found.predictions, batch, found.finite)
                 continue
             # The batch left no trace on the device, and leaves none here. Only a schedule of learning rates
@@ -259,6 +264,11 @@ class TrainingStep:
                 evaluated = model.outputs(batch, rows, otherwise=before_lookup).predictions
         outputs = model.outputs(batch, rows, otherwise=before_lookup)
         return outputs if evaluated is None else Outputs(outputs.loss, evaluated)
+
+    def _check(self, predictions: Mapping[str, Tensor], batch: Batch) -> None:
+        check, self.check = self.check, None
+        if check is not None:
+            check(predictions, batch)
 
     def _note_trained(self, read: ReadBatch) -> None:
         """Count a batch that was trained on, and tell publishers of it."""

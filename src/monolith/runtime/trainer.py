@@ -89,6 +89,7 @@ from monolith.train.hooks.installed import installed_hooks
 from monolith.train.hooks.save_timing import SaveListener
 from monolith.train.hooks.summaries import sink_openers
 from monolith.train.importance import Importances, permutation_importance
+from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import Model, OwnRandom
 from monolith.train.retrieval import RetrievalTask
@@ -450,8 +451,8 @@ class Trainer:
             with own.drawn():
                 stream = as_stream(self.task.dataset(Mode.EVALUATE))
             with contextlib.closing(stream):
-                if on_open is not None:
                 self._read_as_trained(model, stream, prefix)
+                if on_open is not None:
                     on_open(stream)
                 for batch in stream:
                     batches.append(batch)
@@ -607,8 +608,8 @@ class Trainer:
             made.callback(model.close)
             data = self._open_data(coordinator.membership.shard, self._epochs(), config.model_dir)
             made.callback(data.close)
-            self._metrics.gauge(
             model.read(data.spec)
+            self._metrics.gauge(
                 "data_trouble", "1 while a source cannot record its progress, as on a full disk; else 0"
             ).read_from(lambda: float(bool(data.trouble)))
             session = Session(
@@ -715,7 +716,7 @@ class Trainer:
 
     def _own_hooks(self, run: LocalRun, keeper: RunCheckpoints | None, whole: WholeRun) -> list[Hook]:
         config = self.config
-        hooks: list[Hook] = [_SessionHook(run.session, config, whole)]
+        hooks: list[Hook] = [_SessionHook(run.session, config, whole), _MetricsHook(run.session.metrics)]
         if self._accelerator is not None:
             hooks.append(AcceleratorHook(self._accelerator))
         if config.hours is not None:
@@ -856,6 +857,8 @@ class _OrderedSums:
 class _SessionHook(Hook):
     """Measures predictions, stops at the limits of the run, and finishes its last updates."""
 
+    essential = True
+
     def __init__(self, session: Session, config: TrainConfig, whole: WholeRun) -> None:
         self._session = session
         self._config = config
@@ -882,11 +885,22 @@ class _SessionHook(Hook):
 
     def end(self, run: TrainingRun) -> None:  # noqa: ARG002
         self._session.drain()
-        self._session.metrics.end()
+
+
+class _MetricsHook(Hook):
+    """Reports the windows that are open at the end."""
+
+    def __init__(self, metrics: HeadMetrics) -> None:
+        self._metrics = metrics
+
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
+        self._metrics.end()
 
 
 class _CoordinatorHook(Hook):
     """Asks the coordinator before each step; comes before the hook that saves."""
+
+    essential = True
 
     def __init__(self, session: Session, keeper: RunCheckpoints | None) -> None:
         self._session = session
@@ -909,6 +923,8 @@ class _CoordinatorHook(Hook):
 
 class _LeaveHook(Hook):
     """Leaves the run; the very last hook, because servers and ranks may be gone afterwards."""
+
+    essential = True
 
     def __init__(self, session: Session) -> None:
         self._session = session
