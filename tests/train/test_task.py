@@ -17,7 +17,7 @@ from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.nn import Target
 from monolith.runtime import Trainer
-from monolith.train import Mode, Outputs, Task, TrainConfig
+from monolith.train import Hook, Mode, Outputs, StepResult, Task, TrainConfig, TrainingRun
 
 SPEC = BatchSpec(ids=("user", "item"), event_time=None)
 COLUMNS = {"user": [1, 2, 3, 4], "item": [5, 6, 7, 8], "label": [0, 1, 1, 0]}

@@ -424,9 +424,18 @@ class TrainingStep:
         if batches.exhausted and not self._membership.lockstep:
             batches.position = batches.stream.position()
         batches.drain()
+        task, shard = self._model.task.name, self._membership.shard
+        passes = self._config.epochs or 1
+        if batches.exhausted and 0 < progress.step <= passes * shard.workers and progress.examples:
+            _log.warning(
+                "task %r: a batch is as large as all the data, or larger: its %s examples made %s. Choose a "
+                "smaller one: examples.batch_size of a config, batch_size of a source, or rebatch",
+                task,
+                f"{progress.examples // passes:,}",
+                "one step" if progress.step == 1 else f"{progress.step} steps in {passes} epochs",
+            )
         if progress.examples or progress.skipping.batches or batches.interrupted:
             return
-        task, shard = self._model.task.name, self._membership.shard
         if shard.workers == 1:
             check_not_all_skipped(0, batches.stream.bad_records())
             raise DataError(
