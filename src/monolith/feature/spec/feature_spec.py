@@ -259,6 +259,11 @@ class FeatureSpec:
     # What it reads
 
     @property
+    def raw(self) -> FeatureSpec:
+        """What makes the same features of raw columns: this, unless it reads a log of served features."""
+        return self
+
+    @property
     def read_features(self) -> Mapping[str, AnyFeature]:
         """The features that batches have: all of them, but for those that a spec of `only` just names."""
         return self.features
