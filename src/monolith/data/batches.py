@@ -234,7 +234,7 @@ class SpecBatches(BatchStage):
 
     @property
     def spec(self) -> FeatureSpec:
-        return self._spec
+        return self._spec.raw
 
     def _work(self) -> Callable[[Records], Reading]:
         return self._spec.reader.read

@@ -531,7 +531,7 @@ class Predictor:
 
 
 class _RangeCheck:
-    """Warns, once for each feature, if floats of the first requests are far outside of what was trained.
+    """Warns, once for each feature, if floats of the first requests are far outside of the training data.
 
     Threads may count one request for another, which does no harm.
     """

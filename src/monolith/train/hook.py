@@ -13,7 +13,7 @@ Hooks are called in the order they were given, the chief's own before all others
 event. A request to stop lets the current step finish, and the hooks of that step are told,
 before `end`. When an error ends the run, `end` is not called and `close` is.
 
-An error in the `end` of one hook does not keep the others from theirs, so that what was trained is saved:
+An error in the `end` of one hook does not keep the remaining hooks from theirs, so that the model is saved:
 it is raised when all of them have ended. Only hooks without which a save would be wrong are `essential`.
 """
 

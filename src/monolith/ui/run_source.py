@@ -89,7 +89,7 @@ class RunSource:
             points += self._evaluations.new()
         note, state = reading.note, self._state(job)
         if state in ("ended", "failed", "silent") and not self._stored and self._chief is None:
-            self._stored = True  # a run that nobody watched while it trained
+            self._stored = True  # its metrics were not asked for while it trained
             points += stored_points(self._model_dir)
         if state == "ended":
             note = self._last_words()
