@@ -156,7 +156,8 @@ class TrainingStep:
                     assert self._graph is not None
                     rows = self._graph.look_up(rows)
                 outputs = self._outputs(batch, rows, before_lookup)
-                self._check(outputs.predictions, batch)
+                if self.check is not None and bool(outputs.loss.detach().isfinite()):  # or it is skipped
+                    self._check(outputs.predictions, batch)
                 try:
                     # Dense weights are updated here and now; rows by `push`, behind the next lookup. The step
                     # is counted in between, because server 0 counts a step when it takes the dense gradients.
