@@ -79,11 +79,11 @@ def test_another_meaning_is_refused_by_its_first_difference(folder: Path):
         Trainer(Prices(changed("price", scale="raw")), config(folder)).evaluate()
 
 
-def test_a_model_made_by_hand_reads_any_and_is_read_by_any(folder: Path, tmp_path: Path):
+def test_a_model_made_by_hand_keeps_the_spec_of_its_data(folder: Path, tmp_path: Path):
     assert Trainer(Prices(by_hand=True), config(folder)).evaluate()
     plain = tmp_path / "plain"
     Trainer(Prices(by_hand=True), config(plain)).train()
-    assert "features" not in read_manifest(prefix(plain)).manifest.parts
+    assert "features" in read_manifest(prefix(plain)).manifest.parts
     assert Trainer(Prices(), config(plain)).evaluate()
 
 

@@ -164,3 +164,8 @@ def test_records_with_half_of_their_numbers_are_bad_ones_and_left_out() -> None:
     raw = {"item": [1, 2], "where": [[0.5, 1.5], [2.5]], "line_id.req_time": [5, 6]}
     [batch] = Pipeline(MemorySource(raw, batch_size=2)).to_batches(spec)
     assert batch.floats["where"].tolist() == [[0.5, 1.5]]
+
+
+def test_the_spec_of_the_batches_of_a_log_is_that_by_which_its_requests_were_read() -> None:
+    data = Pipeline(MemorySource({"item": [1]}, batch_size=1)).to_batches(ServedSpec.of(SPEC))
+    assert data.spec is SPEC

@@ -636,3 +636,17 @@ def test_a_warm_start_may_begin_with_the_data_of_its_own(tmp_path: Path) -> None
     assert first.steps == [11, 12]
     assert first.examples == whole.examples[: 2 * 64]
     assert again.examples == whole.examples[2 * 64 : 3 * 64]  # once begun, it goes on like any run
+
+
+def test_an_error_at_the_end_of_a_run_never_loses_what_was_trained(tmp_path: Path) -> None:
+    class Failing(Hook):
+        def end(self, run: TrainingRun) -> None:  # noqa: ARG002
+            raise ValueError("the report could not be sent")
+
+    class Reported(Clicks):
+        def chief_hooks(self, mode: Mode) -> list[Hook]:  # noqa: ARG002
+            return [Failing()]  # before the hook that saves
+
+    with pytest.raises(ValueError, match="could not be sent"):
+        train(Reported(), model_dir=str(tmp_path), save=SaveConfig(steps=1000))
+    assert list(tmp_path.glob("model.ckpt-20.manifest"))

@@ -16,7 +16,7 @@ from torch import nn
 from train.tasks import Clicks, rows_of
 
 from monolith.checkpoint import list_checkpoints, named_checkpoint, read_best, roll_back
-from monolith.errors import ConfigError, RestoreError
+from monolith.errors import ConfigError, DataError, MonolithError, RestoreError
 from monolith.feature import Batch
 from monolith.runtime import LocalRun, Trainer, TrainReport
 from monolith.runtime.evaluate_hook import EvaluateHook
@@ -379,3 +379,45 @@ def test_the_chief_of_a_fleet_evaluates_and_saves_the_best_while_its_workers_are
         steps=2, checkpoint=named_checkpoint(str(tmp_path), "best")
     )
     assert best["metrics"]["loss"] == pytest.approx(read["loss"], rel=1e-5)
+
+
+@dataclass(frozen=True)
+class HeldBack(Clicks):
+    """Its evaluation data is what a test wants."""
+
+    held: Any = None
+
+    def dataset(self, mode: Mode) -> Any:
+        return super().dataset(mode) if mode is Mode.TRAIN else self.held()
+
+
+def missing_file() -> Any:
+    raise DataError("held.csv is not there")
+
+
+@pytest.mark.parametrize(
+    ("held", "config", "words"),
+    [
+        (missing_file, {}, "held.csv is not there"),
+        (list, {}, r"dataset\(Mode.EVALUATE\) has no examples"),
+        (lambda: Clicks().dataset(Mode.EVALUATE), {"metric": "clik/auc"}, "Did you mean 'click/auc'"),
+    ],
+)
+def test_the_evaluation_is_checked_on_its_first_batch_before_anything_is_trained(
+    tmp_path: Path, held: Any, config: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(MonolithError, match=words):
+        train(HeldBack(held=held), tmp_path, evaluate=EvaluateConfig(at_end=True, every_steps=100, **config))
+    assert not list(tmp_path.glob("model.ckpt-*"))
+
+
+def test_an_evaluation_that_fails_at_the_end_leaves_the_checkpoint(tmp_path: Path) -> None:
+    opened: list[int] = []
+
+    def once() -> Any:
+        opened.append(1)
+        return Clicks().dataset(Mode.EVALUATE) if len(opened) == 1 else missing_file()
+
+    with pytest.raises(DataError, match="not there"):
+        train(HeldBack(held=once), tmp_path, evaluate=EvaluateConfig(at_end=True, every_steps=100))
+    assert list(tmp_path.glob("model.ckpt-20.manifest"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from monolith.data import BatchSpec, MemorySource, Pipeline, Stream
-from monolith.errors import DataError, FeatureError
+from monolith.errors import DataError, FeatureError, MonolithError
 from monolith.feature import Batch
 from monolith.model import DeepFM
+from monolith.nn import Target
 from monolith.runtime import Trainer
-from monolith.train import Mode, Outputs, Task, TrainConfig
+from monolith.train import Hook, Mode, Outputs, StepResult, Task, TrainConfig, TrainingRun
 
 SPEC = BatchSpec(ids=("user", "item"), event_time=None)
 COLUMNS = {"user": [1, 2, 3, 4], "item": [5, 6, 7, 8], "label": [0, 1, 1, 0]}
@@ -124,3 +125,70 @@ def test_data_without_an_example_is_an_error_and_leaves_no_checkpoint(tmp_path: 
     with pytest.raises(DataError, match=r"'likes': dataset\(Mode.TRAIN\) has no examples"):
         Trainer(nothing, TrainConfig(model_dir=str(tmp_path))).train()
     assert not list(tmp_path.glob("model.ckpt-*"))
+
+
+REGRESSION = {"seconds": Target(loss="mse")}
+TWO_SPEC = replace(SPEC, labels={"label": ("label", 0), "seconds": ("seconds", 0)})
+
+
+@dataclass(frozen=True)
+class TwoLabels(Likes):
+    """Has a class and a number as labels, and whatever targets and metrics a test wants."""
+
+    columns: Mapping[str, Any] = field(default_factory=lambda: {**COLUMNS, "seconds": [1.0, 2.0, 3.0, 4.0]})
+    spec: BatchSpec = TWO_SPEC
+    shape: Callable[[Tensor], Any] | None = lambda logits: torch.stack([logits, logits], 1)
+    named: Mapping[str, Target] = field(default_factory=lambda: REGRESSION)
+    wanted: Mapping[str, Sequence[str]] | None = None
+
+    def targets(self) -> Mapping[str, Target]:
+        return self.named
+
+    def metrics(self, mode: Mode) -> Any:
+        return super().metrics(mode) if self.wanted is None else self.wanted
+
+
+def test_a_label_that_neither_targets_nor_metrics_name_has_the_metrics_of_a_class(tmp_path: Path) -> None:
+    config = TrainConfig(model_dir=str(tmp_path))
+    assert Trainer(TwoLabels(), config).train().checkpoint is not None
+    found = Trainer(TwoLabels(), config).evaluate()
+    assert {"label/auc", "seconds/rmse"} <= found.keys()
+    only = Trainer(TwoLabels(wanted={"seconds": ("mae",), "label": ()}), config).evaluate()
+    assert only.keys() == {"seconds/mae", "loss", "examples"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"named": {**REGRESSION, "lable": Target()}}, r"targets\(\) names 'lable'.*mean 'label'\?"),
+        ({"wanted": {"labl": ("auc",)}}, r"metrics\(\) names 'labl'.*Did you mean 'label'\?"),
+        ({"wanted": {"label": ("acu",)}}, "no metric is called 'acu'; did you mean 'auc'"),
+        ({"wanted": {"seconds": ("auc",)}}, "auc: labels must be 0 or 1"),
+        ({"wanted": {"label": ("gauc",)}}, "groups"),
+    ],
+)
+def test_targets_and_metrics_are_checked_before_the_first_step(wrong: dict[str, Any], words: str) -> None:
+    steps: list[int] = []
+
+    class Count(Hook):
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
+            steps.append(result.step)
+
+    with pytest.raises(MonolithError, match=words):
+        Trainer(TwoLabels(**wrong), hooks=[Count()]).train()
+    assert not steps
+
+
+@pytest.mark.parametrize(("size", "epochs", "steps"), [(4, 1, 1), (9, 1, 1), (4, 3, 3), (2, 1, None)])
+def test_a_batch_as_large_as_the_data_is_warned_of(
+    caplog: pytest.LogCaptureFixture, size: int, epochs: int, steps: int | None
+) -> None:
+    class Sized(Likes):
+        def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
+            return Pipeline(MemorySource(self.columns, batch_size=size)).to_batches(self.spec)
+
+    Trainer(Sized(), TrainConfig(epochs=epochs)).train()
+    said = [one.getMessage() for one in caplog.records if "as large as all the data" in one.getMessage()]
+    assert len(said) == (steps is not None)
+    made = "one step" if steps == 1 else f"{steps} steps in {epochs} epochs"
+    assert all(f"4 examples made {made}" in one for one in said)

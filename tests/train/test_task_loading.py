@@ -169,6 +169,10 @@ def test_what_is_not_there_is_a_lookup_error(name: str, says: str) -> None:
         ("a = 1\nb = a / 0", r"x\.py:2: ZeroDivisionError: division by zero"),
         ("def f(:\n  pass", r"x\.py:1: SyntaxError"),
         ("import sys\nsys.exit(3)", r"x\.py:2: SystemExit: 3"),
+        (
+            "from monolith import FloatFeature\nFloatFeature(mean=14.5)",
+            r"x\.py:2: ConfigError: .*mean",
+        ),
     ],
 )
 @pytest.mark.parametrize("form", ["file", "module"])

@@ -20,6 +20,7 @@ from monolith.cluster.status import FAILED, JobStatus, ProcessStatus, StatusBoar
 from monolith.config import Secret
 from monolith.errors import ConfigError, RequestError, UnavailableError
 from monolith.observe import Metrics
+from monolith.observe.summaries import SummaryWriter
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.ui.figures import CurvePoint, PageReading
 from monolith.ui.run_source import RunSource
@@ -365,6 +366,19 @@ def test_a_run_that_is_over_says_so_and_one_that_never_was_is_down(tmp_path: Pat
     assert "has ended" in RunSource("r", str(tmp_path)).read().note
     with pytest.raises(UnavailableError, match="there is no folder"):
         RunSource("r", str(tmp_path / "no")).read()
+
+
+def test_a_run_that_nobody_watched_shows_its_loss_and_metrics_when_it_has_ended(tmp_path: Path) -> None:
+    chain(tmp_path)
+    with SummaryWriter(str(tmp_path / "summaries")) as writer:
+        for step in (10, 20):
+            writer.scalars({"loss": 9.0 / step, "metrics/click/auc": step / 40, "rows/user": 5.0}, step)
+    source = RunSource("r", str(tmp_path))
+    reading = source.read()
+    assert reading.state == "ended"
+    assert of(reading, "auc_by_step") == [("click", 10.0, 0.25), ("click", 20.0, 0.5)]
+    assert [round(y, 2) for _, _, y in of(reading, "online:loss")] == [0.9, 0.45]
+    assert not of(source.read(), "auc_by_step")  # the page has them
 
 
 # By name

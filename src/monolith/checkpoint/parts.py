@@ -159,14 +159,16 @@ class FeaturesPart(StatePart):
     Restoring changes nothing: it refuses a checkpoint whose features mean other things.
     """
 
-    def __init__(self, spec: FeatureSpec, axes: InputAxes | None = None) -> None:
+    def __init__(self, spec: FeatureSpec, axes: InputAxes | None = None, *, all_read: bool = True) -> None:
         """
         Args:
             axes: The inputs along the axes of the model's weights; see `Changes`.
+            all_read: Whether the model reads every feature. Otherwise features may come and go.
         """
         super().__init__(FEATURES, spec.to_json, lambda _: None)
         self._spec = spec
         self._axes = dict(axes or {})
+        self._all_read = all_read
 
     def snapshot(self, step: int) -> StateSnapshot:
         taken = super().snapshot(step)
@@ -212,7 +214,7 @@ class FeaturesPart(StatePart):
             return RestoreReport()
         prefix, entry = chain[-1]
         found = saved_spec(prefix, entry.get("value"))
-        difference = self._spec.difference(found, strict=options.strict)
+        difference = self._spec.difference(found, strict=options.strict and self._all_read)
         if difference is not None:
             raise RestoreError(
                 f"cannot restore {prefix}: {difference}. Resume with the features it was trained by, which "

@@ -64,6 +64,7 @@ def run(options: ExportOptions) -> int:
                 how,
                 factory=FACTORY if options.as_module else None,
                 arguments=module_arguments(options, settings),
+                inputs=export.inputs,
                 warm_up=not options.no_warm_up,
                 say=warn,
             )
@@ -102,11 +103,15 @@ def with_flags(export: ExportConfig, options: ExportOptions) -> ExportConfig:
     if options.missing_rows is not None and options.missing_rows not in ("refuse", "default"):
         raise ConfigError(f"--missing-rows: expected refuse or default, got {options.missing_rows!r}")
     missing: Any = options.missing_rows or export.missing_rows
+    if options.inputs is not None and options.inputs not in ("raw", "batch"):
+        raise ConfigError(f"--inputs: expected raw or batch, got {options.inputs!r}")
+    inputs: Any = options.inputs or export.inputs
     return replace(
         export,
         codings={**export.codings, **tables},
         shards=export.shards if options.shards is None else options.shards,
         missing_rows=missing,
+        inputs=inputs,
     )
 
 

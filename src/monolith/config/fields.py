@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import cache
+from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -161,6 +162,48 @@ def describe(hint: Any) -> str:
     if args and is_collection(hint):
         return f"list of {describe(args[0])}"
     return getattr(hint, "__name__", str(hint))
+
+
+def check_fields(config: Any) -> None:
+    """Refuse values that are not of the types of a config's fields, which a file could not have given either.
+
+    For configs that people build in code, where Python takes any value. Lists become tuples.
+
+    Raises:
+        ConfigError: Names the first field, what it takes and what it got.
+    """
+    for name, hint in field_hints(type(config)).items():
+        value = getattr(config, name)
+        if isinstance(value, list) and not fits(value, hint):
+            value = tuple(value)
+            object.__setattr__(config, name, value)
+        if not fits(value, hint):
+            raise ConfigError(
+                f"{type(config).__name__}: {key_of(name)} must be {describe(hint)}, got {value!r:.80}"
+            )
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type. A whole number is a float, too; a bool is no number."""
+    return any(_fits(value, one) for one in members(hint))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = get_origin(hint) or hint, get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin in (int, float):
+        return isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
+    if not isinstance(origin, type) or hint is Any:
+        return True
+    if not isinstance(value, origin):
+        return False
+    if args and isinstance(value, Mapping):
+        return all(fits(key, args[0]) and fits(one, args[1]) for key, one in value.items())
+    each = args and is_collection(hint) and (origin is not tuple or args[-1] is Ellipsis)
+    if each and isinstance(value, Collection):
+        return all(fits(one, args[0]) for one in value)
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,10 @@ class ColumnBatches(BatchStage):
         self._spec = spec
         self._make = BatchMaker(spec)
 
+    @property
+    def spec(self) -> BatchSpec:
+        return self._spec
+
     def _work(self) -> Callable[[Records], None]:
         return _move_values
 
@@ -227,6 +231,10 @@ class SpecBatches(BatchStage):
     def __init__(self, source: Stream[Records], spec: FeatureSpec, threads: int | None = 0) -> None:
         super().__init__(source, threads)
         self._spec = spec
+
+    @property
+    def spec(self) -> FeatureSpec:
+        return self._spec.raw
 
     def _work(self) -> Callable[[Records], Reading]:
         return self._spec.reader.read

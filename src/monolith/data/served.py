@@ -154,6 +154,9 @@ class ServedSpec(FeatureSpec):
 
     TITLE = "the served features"
 
+    made_of: FeatureSpec | None = None
+    """The spec by which the requests were read."""
+
     @classmethod
     def of(cls, spec: FeatureSpec) -> ServedSpec:
         """Return what reads a log of requests that were read by `spec`."""
@@ -167,7 +170,9 @@ class ServedSpec(FeatureSpec):
             else one
             for name, one in spec.features.items()
         }
-        made = cls(**{**given, "event_time": REQ_TIME, "event_time_unit": "s", "optional": ()})
+        made = cls(
+            **{**given, "event_time": REQ_TIME, "event_time_unit": "s", "optional": (), "made_of": spec}
+        )
         optional = [name for name in spec.optional if name in made.targets]
         # A log may be of users without a history alone.
         optional += [each.name for lists in made.histories.values() for each in lists]
@@ -188,6 +193,10 @@ class ServedSpec(FeatureSpec):
                 found[name + WEIGHTS] = torch.float32
         found |= dict.fromkeys(self.floats, torch.float32)
         return {**found, REQ_TIME: TIME}
+
+    @property
+    def raw(self) -> FeatureSpec:
+        return self if self.made_of is None else self.made_of
 
     @property
     def source_columns(self) -> dict[str, torch.dtype]:

@@ -47,9 +47,10 @@ from torch import Tensor
 
 from monolith.concurrency import Event
 from monolith.data.format import BadRecord
-from monolith.data.records import Records, checked_mask
+from monolith.data.records import BatchSpec, Records, checked_mask
 from monolith.data.shuffling import Epochs
 from monolith.errors import ConfigError, NotRepeatableError, NotShareableError, RestoreError
+from monolith.feature import FeatureSpec
 
 T = TypeVar("T")
 Item_co = TypeVar("Item_co", covariant=True)
@@ -285,6 +286,11 @@ class Stream(ABC, Generic[Item_co]):
     def reads_again(self) -> bool:
         """Whether it was made to read its data several times, so that records come again."""
         return False
+
+    @property
+    def spec(self) -> BatchSpec | FeatureSpec | None:
+        """What its batches are made of records by; None for records, and for batches of other code."""
+        return None
 
     def size(self) -> int | None:
         """Return the number of records from the beginning to the end; None if unknown or costly to find."""
@@ -566,6 +572,10 @@ class Stage(Stream[Item_co], Generic[Item_co, In]):
     @property
     def reads_again(self) -> bool:
         return self._source.reads_again
+
+    @property
+    def spec(self) -> BatchSpec | FeatureSpec | None:
+        return self._source.spec
 
     def size(self) -> int | None:
         return self._source.size()

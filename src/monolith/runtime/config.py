@@ -140,6 +140,9 @@ class ExportConfig(Checked):
     missing_rows: Literal["refuse", "default"] = "refuse"
     """Whether a server answers with zeros in place of rows whose serving server does not answer, and says so;
     refuse answers with an error."""
+    inputs: Literal["raw", "batch"] = "raw"
+    """The inputs of a server: raw columns, as in the data; or, with "batch", IDs and floats as batches have
+    them, hashed and scaled. A model whose batches are made by code of the task is refused with "raw"."""
 
     def problems(self) -> Iterator[Problem]:
         yield from at_least(1, self, "keep")

@@ -20,7 +20,14 @@ from monolith.feature import Batch
 from monolith.runtime.checkpoints import RunCheckpoints
 from monolith.runtime.session import Session
 from monolith.train.evaluate_config import EvaluateConfig
-from monolith.train.evaluating import ROUNDING, BestSoFar, check_metric, measured, outputs_of
+from monolith.train.evaluating import (
+    ROUNDING,
+    BestSoFar,
+    check_first_batch,
+    check_metric,
+    measured,
+    outputs_of,
+)
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.model import OwnRandom
@@ -80,6 +87,8 @@ class EvaluateHook(Hook):
         if self._every is not None:
             self._every.begin(run.step)
         self._passes_at_last = self._passes()
+        if run.stop_reason is None:
+            check_first_batch(self._session.model, self._config, OwnRandom(self._seed))
         self._wait()
         if self._keeper is not None and self._config.keep_best and self.best.metric is not None:
             self.best.reconcile(self._keeper.named_best(), run.step)

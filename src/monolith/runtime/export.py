@@ -9,23 +9,28 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from monolith import filesystem
-from monolith.checkpoint import Saver
+from monolith.checkpoint import Saver, read_manifest
 from monolith.checkpoint.offline.reading import complete_names
-from monolith.data import as_stream
+from monolith.checkpoint.part import FEATURES
+from monolith.checkpoint.parts import saved_spec
+from monolith.data import Records, as_stream
 from monolith.errors import ConfigError, DataError, ExportError, MonolithError
 from monolith.feature import Batch, FeatureSpec
 from monolith.model import ReadyModel
 from monolith.observe import Metrics
 from monolith.observe.progress import describe_bytes
 from monolith.runtime import Trainer
+from monolith.runtime.checkpoints import newest_checkpoint
 from monolith.runtime.config import EXPORTED, ExportConfig
 from monolith.runtime.publish_pause import PauseFile, PublishPause
+from monolith.serve.candidates import with_parts
 from monolith.serve.export_tables import TableCodings
 from monolith.serve.exporter import ExportedServable, Exporter, ExportHow, ExportModel
 from monolith.serve.manifest import draw_requests, read_servable
@@ -44,6 +49,7 @@ from monolith.serve.versions import (
 from monolith.sync.messages import is_same_run, run_identity
 from monolith.train import Mode, Task, TrainConfig
 from monolith.train.hooks.save_timing import SaveListener
+from monolith.train.model import Model
 
 _log = logging.getLogger(__name__)
 
@@ -164,6 +170,7 @@ def task_exporter(
     *,
     factory: str | None = None,
     arguments: Mapping[str, Any] | None = None,
+    inputs: Literal["raw", "batch"] = "raw",
     warm_up: bool = True,
     say: Callable[[str], object] = _log.info,
 ) -> Iterator[Exporter]:
@@ -171,14 +178,18 @@ def task_exporter(
 
     Args:
         factory, arguments: What makes its model where it is served as a Python module.
+        inputs: See `ExportConfig.inputs`.
         warm_up: Whether requests to warm a server up are drawn from the task's evaluation data.
         say: Told what could not be had, in a line.
 
     Raises:
         ExportError: The model cannot be exported; says why, and what to do.
     """
-    with Trainer(task, config).without_rows() as (module, restore):
-        spec = _spec_of(module)
+    with Trainer(task, config).without_rows() as (trained, restore):
+        module = trained.module
+        if inputs == "raw":
+            _find_spec(trained, config)
+        spec = _narrow(trained) if inputs == "raw" else None
         sample = _sample_of(task, module, spec, say) if warm_up or spec is None else _Sample()
         model = ExportModel(
             name=task.name,
@@ -196,9 +207,83 @@ def task_exporter(
         yield Exporter(model, how, restore, withhold=withheld_export(config.model_dir))
 
 
-def _spec_of(module: nn.Module) -> FeatureSpec | None:
-    specs = (getattr(part, "spec", None) for part in module.modules())
-    return next((spec for spec in specs if isinstance(spec, FeatureSpec)), None)
+_HASHED = (
+    "requests to a server would need IDs and floats as its batches have them, hashed and scaled, and raw "
+    "values would be scored wrongly without a word"
+)
+_IF_MEANT = "If clients are to send IDs and floats of batches, say so: --inputs batch, or export.inputs"
+
+
+def _find_spec(model: Model, config: TrainConfig) -> None:
+    """Have a model know the spec by which raw columns become its batches.
+
+    Raises:
+        ExportError: They are made by code that a server does not have.
+        FeatureError: The data is made by another spec than that of the model.
+    """
+    task, trouble = model.task, ""
+    for mode in (Mode.EVALUATE, Mode.TRAIN):
+        try:
+            with closing(as_stream(task.dataset(mode))) as data:
+                spec = data.spec
+        except MonolithError as error:
+            trouble = f"its data cannot be opened: {error}"
+            continue
+        model.read(spec)
+        if spec is None and model.spec is None:
+            raise ExportError(
+                f"cannot export task {task.name!r}: dataset() returns batches that its own code makes, so "
+                f"{_HASHED}. Return what to_batches(SPEC) returns, as it is, and do the work before it, in "
+                f"`map` of the pipeline or in the spec. {_IF_MEANT}"
+            )
+        return
+    if model.spec is None and (prefix := newest_checkpoint(config, "predict")) is not None:
+        saved = read_manifest(prefix).manifest.parts.get(FEATURES)
+        model.read(None if saved is None else saved_spec(prefix, saved.get("value")))
+    if model.spec is None:
+        raise ExportError(
+            f"cannot export task {task.name!r}: {trouble}, so it is unknown whether {_HASHED}. Export it "
+            f"where the data is. {_IF_MEANT}"
+        )
+
+
+def _narrow(model: Model) -> FeatureSpec | None:
+    """Return the spec without the features of its data that a module does not look up: clients need not send
+    them. All numbers stay: which of them a module reads is unknown."""
+    spec = model.spec
+    if spec is None or not model.reads_data_spec:
+        return spec
+    read = [name for name in _features_of(model.module) if name in spec.ids]
+    narrow = spec.only(with_parts(spec, [*read, *spec.floats]))
+    if type(narrow) is not FeatureSpec:  # part of a history, which JSON does not say
+        return spec
+    optional = tuple(name for name in spec.optional if name in narrow.inputs or name in spec.targets)
+    return replace(narrow, labels=spec.labels, optional=optional)
+
+
+def _check_reading(task: Task, spec: FeatureSpec, names: Sequence[str], batch: Batch) -> None:
+    """Check that a server, which has the spec alone, reads a batch of raw columns as the data does.
+
+    Raises:
+        ExportError: It reads something else.
+    """
+    try:
+        made = spec.without_labels().make(Records(len(batch), batch.raw, kinds=batch.raw_kinds))
+    except DataError:  # a column that the spec does not know as the data has it
+        return
+    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+    for name in names:
+        given, read = (ids[name] if name in ids.names else None for ids in (batch.ids, made.ids))
+        pairs[name] = None if given is None else given.flat_values, None if read is None else read.flat_values
+    pairs |= {name: (batch.floats.get(name), numbers) for name, numbers in made.floats.items()}
+    for name, (one, other) in pairs.items():
+        missing = one is None or other is None or one.shape != other.shape
+        if missing or not torch.allclose(one, other, equal_nan=True):  # type: ignore[arg-type]
+            raise ExportError(
+                f"cannot export task {task.name!r}: {name!r} of its batches is not what its spec makes of "
+                f"the raw columns: its own code changes it, and {_HASHED}. Do that work before to_batches, "
+                f"in `map` of the pipeline, or in the spec. {_IF_MEANT}"
+            )
 
 
 def _sample_of(
@@ -216,6 +301,8 @@ def _sample_of(
     floats = {name: tensor.shape[1] for name, tensor in batch.floats.items()}
     ids = [] if spec is not None else _features_of(module)
     kinds = kinds_of(batch)
+    if spec is not None and all(name in batch.raw for name in spec.inputs if name not in spec.optional):
+        _check_reading(task, spec, _features_of(module), batch)
     requests = draw_requests(batch, RequestReader(spec, ids, floats, kinds).inputs, raw=spec is not None)
     return _Sample(floats=floats, labels=tuple(batch.labels), requests=requests, kinds=kinds)
 
@@ -230,7 +317,9 @@ def _first_batch(task: Task, spec: FeatureSpec | None, say: Callable[[str], obje
 
 def _read_first(task: Task, names: Sequence[str], say: Callable[[str], object]) -> Batch | None:
     with closing(as_stream(task.dataset(Mode.EVALUATE))) as data:
-        if data.size() is None and data.fraction_read(data.position()) is None:
+        # Without a spec the widths of floats are needed as well: unless it is known to be live, it is read.
+        unknown = data.size() is None and data.fraction_read(data.position()) is None
+        if data.live or (unknown and names):
             say("no warm-up requests: it is unknown whether the evaluation data ends")
             return None
         if names:
@@ -393,7 +482,8 @@ def exports_when_saving(
         raise ExportError(
             f"cannot export to {root}: a servable is written to a disk of this machine; set export.dir"
         )
-    with task_exporter(task, config, how_to_export(export, config), say=say) as exporter:
+    how = how_to_export(export, config)
+    with task_exporter(task, config, how, inputs=export.inputs, say=say) as exporter:
         yield [
             ExportListener(
                 exporter, config.model_dir, root, shards=export.shards, keep=export.keep, metrics=metrics

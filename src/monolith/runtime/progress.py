@@ -13,6 +13,7 @@ from monolith.data import Stream
 from monolith.data.source import Position
 from monolith.errors import DivergedError, NonFiniteError, NothingTrainedError, RestoreError
 from monolith.feature import Batch, FeatureIds
+from monolith.feature.ranges import FloatRanges
 from monolith.model import EmbeddingOptimizer
 from monolith.observe import Doublings, Metrics
 from monolith.runtime.coordinator import Start, WorkerState
@@ -291,6 +292,7 @@ class RunProgress:
         self._heads: tuple[str, ...] = ()
         """The labels of the last batch that had some."""
         self._restored_examples = self._restored_skipped = 0
+        self._ranges = FloatRanges()
 
     def set_step(self, step: int) -> None:
         """Set the global step; nothing else does, so that the optimizer of rows has the same."""
@@ -301,6 +303,7 @@ class RunProgress:
         self.examples += len(batch)
         self._heads = tuple(batch.labels) or self._heads
         self.expiry.observe(batch.ids)
+        self._ranges.note(batch.floats)
 
     @property
     def total_examples(self) -> int:
@@ -358,6 +361,7 @@ class RunProgress:
             "event_times": self.expiry.state(),
             "heads": list(self._heads),
             "order": order_of(self.config),
+            "ranges": self._ranges.state(),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -368,3 +372,4 @@ class RunProgress:
         self.expiry.restore(saved.get("event_times", []))
         self._heads = tuple(saved.get("heads", ()))
         self.saved_order = saved.get("order")
+        self._ranges.restore(saved.get("ranges", {}))

@@ -152,6 +152,8 @@ class PublishHook(Hook):
         stopped: Whether this process was asked to stop.
     """
 
+    essential = True
+
     def __init__(
         self,
         publishers: Publishers,

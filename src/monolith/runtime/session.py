@@ -95,6 +95,7 @@ class Session:
             threaded=self.training_step.replays,
         )
         self.training_step.measure = self.metrics.update
+        self.training_step.check = self.metrics.check
         every = config.evict_every_steps
         self._evictions = None if every is None else Every(every)
         self.rejoined = False

@@ -95,6 +95,9 @@ class TrainingStep:
         self.measure: Callable[[Mapping[str, Tensor], Batch, Mapping[str, bool]], None] = lambda *_: None
         """Given the predictions of steps that were launched as graphs, in host memory, once they are known to
         be trained; and whether those of each head are finite."""
+        self.check: Callable[[Mapping[str, Tensor], Batch], object] | None = None
+        """Given the predictions of the first batch, before a step is taken on it; of a step that was launched
+        as a graph, once they are known. Raises an error if the run would end by one later."""
         self._unsettled: deque[tuple[GraphedStep, Batch]] = deque()
         self._schedule_ahead = 0  # steps that the schedule has moved for and that were refused
         self._said_captured = False
@@ -153,6 +156,8 @@ class TrainingStep:
                     assert self._graph is not None
                     rows = self._graph.look_up(rows)
                 outputs = self._outputs(batch, rows, before_lookup)
+                if self.check is not None and bool(outputs.loss.detach().isfinite()):  # or it is skipped
+                    self._check(outputs.predictions, batch)
                 try:
                     # Dense weights are updated here and now; rows by `push`, behind the next lookup. The step
                     # is counted in between, because server 0 counts a step when it takes the dense gradients.
@@ -195,6 +200,7 @@ class TrainingStep:
             found = step.wait()
             if found.trouble is None:
                 progress.skipping.note_trained()
+                self._check(found.predictions, batch)
                 self.measure(found.predictions, batch, found.finite)
                 continue
             # The batch left no trace on the device, and leaves none here. Only a schedule of learning rates
@@ -259,6 +265,11 @@ class TrainingStep:
                 evaluated = model.outputs(batch, rows, otherwise=before_lookup).predictions
         outputs = model.outputs(batch, rows, otherwise=before_lookup)
         return outputs if evaluated is None else Outputs(outputs.loss, evaluated)
+
+    def _check(self, predictions: Mapping[str, Tensor], batch: Batch) -> None:
+        check, self.check = self.check, None
+        if check is not None:
+            check(predictions, batch)
 
     def _note_trained(self, read: ReadBatch) -> None:
         """Count a batch that was trained on, and tell publishers of it."""
@@ -414,9 +425,18 @@ class TrainingStep:
         if batches.exhausted and not self._membership.lockstep:
             batches.position = batches.stream.position()
         batches.drain()
+        task, shard = self._model.task.name, self._membership.shard
+        passes = self._config.epochs or 1
+        if batches.exhausted and 0 < progress.step <= passes * shard.workers and progress.examples:
+            _log.warning(
+                "task %r: a batch is as large as all the data, or larger: its %s examples made %s. Choose a "
+                "smaller one: examples.batch_size of a config, batch_size of a source, or rebatch",
+                task,
+                f"{progress.examples // passes:,}",
+                "one step" if progress.step == 1 else f"{progress.step} steps in {passes} epochs",
+            )
         if progress.examples or progress.skipping.batches or batches.interrupted:
             return
-        task, shard = self._model.task.name, self._membership.shard
         if shard.workers == 1:
             check_not_all_skipped(0, batches.stream.bad_records())
             raise DataError(

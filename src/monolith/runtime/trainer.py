@@ -39,7 +39,7 @@ from monolith.checkpoint import (
 )
 from monolith.checkpoint.folder.state_files import SaveNames
 from monolith.cuda.kernels import kernel_counts
-from monolith.data import Epochs, as_stream
+from monolith.data import Epochs, Stream, as_stream
 from monolith.errors import (
     ConfigError,
     DeviceFullError,
@@ -89,6 +89,7 @@ from monolith.train.hooks.installed import installed_hooks
 from monolith.train.hooks.save_timing import SaveListener
 from monolith.train.hooks.summaries import sink_openers
 from monolith.train.importance import Importances, permutation_importance
+from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import Model, OwnRandom
 from monolith.train.retrieval import RetrievalTask
@@ -445,11 +446,12 @@ class Trainer:
             examples: How many to read, at least one batch; they are kept in memory.
             repeats: How often each feature is shuffled; more make smaller errors.
         """
-        with self._restored(Mode.EVALUATE, checkpoint) as (model, own, _):
+        with self._restored(Mode.EVALUATE, checkpoint) as (model, own, prefix):
             batches: list[Batch] = []
             with own.drawn():
                 stream = as_stream(self.task.dataset(Mode.EVALUATE))
             with contextlib.closing(stream):
+                self._read_as_trained(model, stream, prefix)
                 if on_open is not None:
                     on_open(stream)
                 for batch in stream:
@@ -483,7 +485,7 @@ class Trainer:
             yield batch, outputs.predictions
 
     @contextlib.contextmanager
-    def without_rows(self) -> Iterator[tuple[nn.Module, Callable[[str], None]]]:
+    def without_rows(self) -> Iterator[tuple[Model, Callable[[str], None]]]:
         """Have the model in eval mode on the CPU, with no rows, and what loads weights into it.
 
         That is called with the prefix of a checkpoint, as often as one likes, from any thread. Torch's random
@@ -504,7 +506,7 @@ class Trainer:
             Checkpointer(Saver(config.model_dir), parts).restore(prefix, self._reading_options())
 
         with contextlib.closing(model):
-            yield model.module, restore
+            yield model, restore
 
     def embed(
         self,
@@ -606,6 +608,7 @@ class Trainer:
             made.callback(model.close)
             data = self._open_data(coordinator.membership.shard, self._epochs(), config.model_dir)
             made.callback(data.close)
+            model.read(data.spec)
             self._metrics.gauge(
                 "data_trouble", "1 while a source cannot record its progress, as on a full disk; else 0"
             ).read_from(lambda: float(bool(data.trouble)))
@@ -657,7 +660,25 @@ class Trainer:
     ) -> Iterator[tuple[Batch, Outputs]]:
         with self._restored(mode, checkpoint) as (model, own, prefix):
             heads = _trained_heads(prefix) if mode is Mode.PREDICT else ()
-            yield from outputs_of(model, mode, own, steps, data=data, on_open=on_open, heads=heads)
+
+            def opened(stream: Stream[Batch]) -> None:
+                self._read_as_trained(model, stream, prefix)
+                if on_open is not None:
+                    on_open(stream)
+
+            yield from outputs_of(model, mode, own, steps, data=data, on_open=opened, heads=heads)
+
+    def _read_as_trained(self, model: Model, data: Stream[Batch], prefix: str) -> None:
+        """Take note of the data that a restored model reads.
+
+        Raises:
+            FeatureError, RestoreError: It is made by another spec than the model or its checkpoint.
+        """
+        known = model.spec is not None
+        model.read(data.spec)
+        if not known:  # or it was compared when it was restored
+            parts = model.features_parts()
+            Checkpointer(Saver(self.config.model_dir), parts).restore(prefix, self._reading_options())
 
     @contextlib.contextmanager
     def _restored(self, mode: Mode, checkpoint: str | None) -> Iterator[tuple[Model, OwnRandom, str]]:
@@ -695,7 +716,7 @@ class Trainer:
 
     def _own_hooks(self, run: LocalRun, keeper: RunCheckpoints | None, whole: WholeRun) -> list[Hook]:
         config = self.config
-        hooks: list[Hook] = [_SessionHook(run.session, config, whole)]
+        hooks: list[Hook] = [_SessionHook(run.session, config, whole), _MetricsHook(run.session.metrics)]
         if self._accelerator is not None:
             hooks.append(AcceleratorHook(self._accelerator))
         if config.hours is not None:
@@ -836,6 +857,8 @@ class _OrderedSums:
 class _SessionHook(Hook):
     """Measures predictions, stops at the limits of the run, and finishes its last updates."""
 
+    essential = True
+
     def __init__(self, session: Session, config: TrainConfig, whole: WholeRun) -> None:
         self._session = session
         self._config = config
@@ -862,11 +885,22 @@ class _SessionHook(Hook):
 
     def end(self, run: TrainingRun) -> None:  # noqa: ARG002
         self._session.drain()
-        self._session.metrics.end()
+
+
+class _MetricsHook(Hook):
+    """Reports the windows that are open at the end."""
+
+    def __init__(self, metrics: HeadMetrics) -> None:
+        self._metrics = metrics
+
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
+        self._metrics.end()
 
 
 class _CoordinatorHook(Hook):
     """Asks the coordinator before each step; comes before the hook that saves."""
+
+    essential = True
 
     def __init__(self, session: Session, keeper: RunCheckpoints | None) -> None:
         self._session = session
@@ -889,6 +923,8 @@ class _CoordinatorHook(Hook):
 
 class _LeaveHook(Hook):
     """Leaves the run; the very last hook, because servers and ranks may be gone afterwards."""
+
+    essential = True
 
     def __init__(self, session: Session) -> None:
         self._session = session

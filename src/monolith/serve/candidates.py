@@ -308,7 +308,7 @@ class CandidateRunner:
             floats = {name: width for name, width in self._dense.floats.items() if name in chosen}
             ids = [name for name in names if name not in floats]
             return RequestReader(None, ids, floats, self._kinds), tuple(gatherers)
-        return RequestReader(self._spec.only(_with_parts(self._spec, names)), kinds=self._kinds), tuple(
+        return RequestReader(self._spec.only(with_parts(self._spec, names)), kinds=self._kinds), tuple(
             gatherers
         )
 
@@ -359,29 +359,26 @@ class _BySide:
         """Return the features of users, and those of items."""
         if isinstance(asked, native.PackedRanking):
             return self.shared.reader.packed_batch(asked.shared), self.own.reader.packed_batch(asked.items)
-        shared = {
-            name: column
-            for name, column in asked.shared.items()
-            if name.removesuffix(SPLITS) in self.shared.columns
-        }
-        needed = [name for name in self.own.columns if name in asked.shared]
-        return self.shared.reader.batch(shared), self.own.reader.batch(
-            {**asked.repeated(needed), **asked.own}
+        shared, own = (
+            {name: column for name, column in given.items() if name.removesuffix(SPLITS) in side.columns}
+            for side, given in ((self.shared, asked.shared), (self.own, asked.own))
         )
+        needed = [name for name in self.own.columns if name in asked.shared]
+        return self.shared.reader.batch(shared), self.own.reader.batch({**asked.repeated(needed), **own})
 
 
-def _with_parts(spec: FeatureSpec, names: Sequence[str]) -> list[str]:
+def with_parts(spec: FeatureSpec, names: Sequence[str]) -> list[str]:
     """Return features with those that crosses among them are of."""
     found = dict.fromkeys(names)
     for name in names:
         one = spec.features.get(name)  # none of a list of a history, or of time gaps
         if isinstance(one, CrossFeature):
-            found |= dict.fromkeys(_with_parts(spec, one.of))
+            found |= dict.fromkeys(with_parts(spec, one.of))
     return list(found)
 
 
 def _columns_of(spec: FeatureSpec | None, name: str) -> frozenset[str]:
-    return frozenset((name,)) if spec is None else frozenset(spec.only(_with_parts(spec, [name])).inputs)
+    return frozenset((name,)) if spec is None else frozenset(spec.only(with_parts(spec, [name])).inputs)
 
 
 def _split_layout(

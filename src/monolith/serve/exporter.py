@@ -161,6 +161,8 @@ class _Checkpoint:
     """The labels that it was trained on."""
     log_places: Mapping[str, tuple[str, int]]
     """Shard -> epoch and sequence of its delta log at the snapshot."""
+    ranges: Mapping[str, tuple[float, float]]
+    """Float feature -> the smallest and largest number of the batches that were looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,6 +454,7 @@ class Exporter:
             factory=self._model.factory if traced is None else None,
             arguments=self._model.arguments if traced is None else {},
             times=() if traced is None else traced.times,
+            ranges={name: saved.ranges[name] for name in self._model.widths if name in saved.ranges},
             towers=None if traced is None or self._towers is None else _describe_towers(self._towers),
         )
         if traced is not None:
@@ -568,6 +571,7 @@ def _read(prefix: str, heads: Sequence[str]) -> _Checkpoint:
         SavedTables(chain),
         trained or tuple(heads),
         _log_places(prefix, last.manifest.parts.get("log_places", {})),
+        {name: (float(least), float(most)) for name, (least, most) in progress.get("ranges", {}).items()},
     )
 
 

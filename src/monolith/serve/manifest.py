@@ -190,6 +190,9 @@ class ServableDense:
     """Arguments of the factory."""
     times: tuple[str, ...] = ()
     """Features of times that the graph reads; see `monolith.serve.jagged`."""
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Float feature -> the smallest and the largest number of a sample of the training data, as the model
+    reads them; empty if unknown."""
     towers: ServableTowers | None = None
     """The towers of a retrieval model, whose items can be searched; None of other models."""
 

@@ -16,6 +16,7 @@ Tables are mapped, so that predictors of one machine share the memory of a table
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from monolith import concurrency, filesystem, native
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
 from monolith.feature import Batch, FeatureIds, Gatherer
 from monolith.feature.gathering import PackedBatch
+from monolith.feature.ranges import far_outside
 from monolith.observe import Progress, progress
 from monolith.serve.candidates import CandidateColumns, CandidateRunner, find_candidates
 from monolith.serve.dense import CompiledDense, DenseGraph
@@ -51,6 +53,11 @@ TOWER_GRAPHS: Mapping[str, str] = {"user": "dense/user_vector.pt2", "item": "den
 """Side of a retrieval model -> the graph of its tower."""
 HISTORY_GRAPHS = ("dense/encode_histories.pt2", "dense/with_histories.pt2")
 """The graphs that rank the items of a user with the history encoded once; see `monolith.serve.histories`."""
+
+
+_REQUESTS_CHECKED = 100
+"""The floats of so many requests are compared with those of the training data, after a version is loaded."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,6 +192,7 @@ class Predictor:
             self._towers: dict[str, TowerRunner] = {}
             self._listeners: tuple[RowsListener, ...] = ()
             self._runner, self._weight_names = self._open_dense(locked, dense, rows, options)
+            self._ranges = _RangeCheck(servable.model, dense.ranges)
             self._graph_runner = self._runner if isinstance(self._runner, GraphRunner) else None
             self.answers_here = in_memory and self._graph_runner is not None
             """Whether a prediction waits for no other process and no disk, and runs no code of a user."""
@@ -290,10 +298,16 @@ class Predictor:
             DeadlineExceededError, UnavailableError: Serving servers did not answer.
         """
         if isinstance(columns, native.PackedRows) and self._graph_runner is not None:
-            return self._answer(*self._graph_runner.run(self._reader.packed_batch(columns), deadline))
+            packed = self._reader.packed_batch(columns)
+            self._ranges.look(packed.floats)
+            return self._answer(*self._graph_runner.run(packed, deadline))
         if (asked := self._candidates_in(columns)) is not None:
+            if self._ranges.left:
+                self._ranges.look(self._full_batch(asked).floats)
             return self._predict_candidates(asked, deadline)
-        return self._predict(self._reader.batch(columns), deadline)
+        batch = self._reader.batch(columns)
+        self._ranges.look(batch.floats)
+        return self._predict(batch, deadline)
 
     def _candidates_in(self, columns: Any) -> CandidateColumns | native.PackedRanking | None:
         """Return the columns of a ranking request by side; None if this is none."""
@@ -514,6 +528,36 @@ class Predictor:
             self._ranking = CandidateRunner(locked.servable, by_side, rows, workers, inputs)
         runner = GraphRunner(graph, gatherers, rows, tuple(dense.floats), dense.outputs, jagged)
         return runner, tuple(ordered)
+
+
+class _RangeCheck:
+    """Warns, once for each feature, if floats of the first requests are far outside of the training data.
+
+    Threads may count one request for another, which does no harm.
+    """
+
+    def __init__(self, model: str, ranges: Mapping[str, tuple[float, float]]) -> None:
+        self._model = model
+        self._ranges = dict(ranges)
+        self.left = _REQUESTS_CHECKED if ranges else 0
+        """Requests that are still looked at."""
+
+    def look(self, floats: Mapping[str, Tensor]) -> None:
+        if self.left <= 0:
+            return
+        self.left -= 1
+        for name, number in far_outside(self._ranges, floats).items():
+            found = self._ranges.pop(name, None)
+            if found is not None:
+                _log.warning(
+                    "model %r: a request has %.6g for %r, as the model reads it, and training had %.6g to "
+                    "%.6g: the client may send it in another unit, or scaled already. Compare its values "
+                    "with those of the training data (said once)",
+                    self._model,
+                    number,
+                    name,
+                    *found,
+                )
 
 
 class GraphRunner:

@@ -61,7 +61,7 @@ def measured(
         if advance is not None:
             advance(len(batch))
     if not examples:
-        raise ConfigError(f"task {task.name!r}: dataset(Mode.EVALUATE) has no examples")
+        raise ConfigError(_no_examples(task))
     means = {name: float(torch.cat(parts).nanmean()) for name, parts in measures.items()}
     all_values = {**metrics.values(), **means, LOSS: loss / examples, "examples": float(examples)}
     return all_values | ({"left_out": float(metrics.left_out)} if metrics.left_out else {})
@@ -222,6 +222,37 @@ def _no_metric(wanted: str, there: Sequence[str]) -> str:
     return f"evaluate: there is no metric {wanted!r}; there are {', '.join(there)}.{hint}"
 
 
+def check_first_batch(model: Model, config: EvaluateConfig, own: OwnRandom) -> None:
+    """Look at the first batch of the evaluation data, before anything is trained.
+
+    Live data is left alone: there may be no batch for now.
+
+    Raises:
+        ConfigError: There is none, or no evaluation will have the metric that they are compared by.
+        MetricError: The metrics cannot be computed of it.
+        DataError: It cannot be read.
+        FeatureError: Its batches are made by another spec than the data to train on.
+    """
+    task = model.task
+    with own.drawn():
+        stream = as_stream(task.dataset(Mode.EVALUATE))
+    with closing(stream), own.drawn():
+        model.check_spec(stream.spec)
+        if stream.live:
+            return
+        batch = next(iter(stream), None)
+    if batch is None:
+        raise ConfigError(_no_examples(task))
+    if batch.labels:
+        guesses = {head: torch.full((len(batch),), 0.5) for head in batch.labels}
+        names = HeadMetrics(task, Mode.EVALUATE).check(guesses, batch)
+        choose_metric(config, dict.fromkeys([*names, *task.measures(Mode.EVALUATE), LOSS], 0.0))
+
+
+def _no_examples(task: Task) -> str:
+    return f"task {task.name!r}: dataset(Mode.EVALUATE) has no examples"
+
+
 def check_metric(task: Task, config: EvaluateConfig) -> None:
     """Refuse a metric that no evaluation will have, before anything is trained."""
     measures = task.measures(Mode.EVALUATE)
@@ -234,6 +265,9 @@ def check_metric(task: Task, config: EvaluateConfig) -> None:
         there = list(wanted)
     kinds = {name.rpartition("/")[2] for name in there}
     kind = config.metric.rpartition("/")[2]
-    known_head = not isinstance(wanted, Mapping) or "/" not in config.metric or config.metric in there
+    if isinstance(wanted, Mapping):  # labels that are not named have the metrics of their target
+        kinds |= set(task.target("").metrics)
+    head = config.metric.rpartition("/")[0]
+    known_head = not isinstance(wanted, Mapping) or head not in wanted or config.metric in there
     if kind != LOSS and (kind not in kinds or not known_head):
         raise ConfigError(f"task {task.name!r}: {_no_metric(config.metric, [*there, *measures, LOSS])}")

@@ -12,6 +12,9 @@ A hook is told of the life of a run, event by event:
 Hooks are called in the order they were given, the chief's own before all others, at every
 event. A request to stop lets the current step finish, and the hooks of that step are told,
 before `end`. When an error ends the run, `end` is not called and `close` is.
+
+An error in the `end` of one hook does not keep the remaining hooks from theirs, so that the model is saved:
+it is raised when all of them have ended. Only hooks without which a save would be wrong are `essential`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from monolith.errors import ConfigError, MonolithError
 
@@ -131,6 +134,9 @@ class Hook:
         'three steps are enough'
     """
 
+    essential: ClassVar[bool] = False
+    """Whether an error in its `end` ends the run at once, unsaved."""
+
     def begin(self, run: TrainingRun) -> None: ...
     def after_create(self, run: TrainingRun) -> None: ...
     def before_step(self, run: TrainingRun) -> None: ...
@@ -170,8 +176,19 @@ def drive(
                 break
             for hook in everyone:
                 hook.after_step(run, result)
+        failed: Exception | None = None
         for hook in everyone:
-            hook.end(run)
+            try:
+                hook.end(run)
+            except Exception as error:
+                if hook.essential:
+                    raise
+                unexpected = None if isinstance(error, MonolithError) else error
+                name = type(hook).__name__
+                _log.error("%s failed at the end of the run: %s", name, error, exc_info=unexpected)
+                failed = failed or error
+        if failed is not None:
+            raise failed
     except BaseException:
         _close(everyone, failed=True)
         raise

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from monolith.checkpoint import DensePart, FeaturesPart, Part, TablesPart
+from monolith.data import BatchSpec
 from monolith.errors import ConfigError, DataError, FeatureError
 from monolith.feature import Batch, FeatureSpec, GatheredBatch
 from monolith.feature.cuda import DeviceIds
+from monolith.feature.spec.feature_spec import differences
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch
 from monolith.nn import RateSchedule
 from monolith.observe import Resting
@@ -119,6 +121,7 @@ class Model:
         self.resting: Resting | None = None
         """What the threads that write rows rest by, if they write during training on all processors."""
         self._checked = False
+        self._data_spec: FeatureSpec | None = None
 
     def parts(self, *, incremental: bool = False, background: bool = False) -> list[Part]:
         """Return what a checkpoint keeps of the model; see `TablesPart`.
@@ -131,12 +134,49 @@ class Model:
 
     @property
     def spec(self) -> FeatureSpec | None:
-        """What its module's features were made of: its `spec`, or that of the first part with one."""
+        """What its features are made of: the spec of its module, or of the first part with one; for a module
+        without, that of its data."""
+        return self._data_spec if self._own_spec is None else self._own_spec
+
+    @property
+    def reads_data_spec(self) -> bool:
+        """Whether its module has no spec, and reads what it wants of the batches of its data."""
+        return self._own_spec is None
+
+    @property
+    def _own_spec(self) -> FeatureSpec | None:
         specs = (getattr(module, "spec", None) for module in self.module.modules())
         return next((spec for spec in specs if isinstance(spec, FeatureSpec)), None)
 
+    def read(self, spec: BatchSpec | FeatureSpec | None) -> None:
+        """Take note of the spec that makes the batches of the model; see `Stream.spec`.
+
+        Raises:
+            FeatureError: A feature has another meaning there than in the spec that is known.
+        """
+        self.check_spec(spec)
+        if isinstance(spec, FeatureSpec):
+            self._data_spec = spec
+
+    def check_spec(self, other: BatchSpec | FeatureSpec | None) -> None:
+        """Compare the spec of some data with that of the model.
+
+        Raises:
+            FeatureError: A feature has another meaning there.
+        """
+        spec = self.spec
+        if spec is None or not isinstance(other, FeatureSpec):
+            return
+        for name, one in spec.features.items():
+            for path, mine, theirs in differences(one, other.features.get(name, one)):
+                raise FeatureError(
+                    f"task {self.task.name!r}: features.{name}.{path} is {theirs!r} in the spec of its data, "
+                    f"and {mine!r} in that of the model or of the data to train on: the model would read "
+                    "something else than it was trained on. Give all of them the same spec."
+                )
+
     def features_parts(self) -> list[Part]:
-        """Return what a checkpoint keeps of that; nothing where there is none. To be restored first."""
+        """Return what a checkpoint keeps of the spec; nothing where there is none. To be restored first."""
         if self.spec is None:
             return []
         axes = {
@@ -144,7 +184,8 @@ class Model:
             for name, module in self.module.named_modules()
             for variable, named in (getattr(module, "input_axes", None) or {}).items()
         }
-        return [FeaturesPart(self.spec, axes)]
+        # A module without a spec reads what it wants of the batches: another shape of it is seen by weights.
+        return [FeaturesPart(self.spec, axes, all_read=not self.reads_data_spec)]
 
     def tables_part(
         self,

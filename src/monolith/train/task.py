@@ -203,8 +203,8 @@ class Task(ABC):
     def metrics(self, mode: Mode) -> Mapping[str, Sequence[str]] | Sequence[str]:  # noqa: ARG002
         """Return names of metrics, for every label or by label; see `METRICS`.
 
-        By default those of each label's target: auc, log_loss and calibration of classes; rmse, mae and
-        calibration of numbers.
+        A label that is not named has the metrics of its target, and one with () has none. By default all have
+        those of their target: auc, log_loss and calibration of classes; rmse, mae and calibration of numbers.
         """
         targets = self.targets()
         if all(target.is_probability for target in targets.values()):

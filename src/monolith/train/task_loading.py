@@ -32,6 +32,7 @@ from monolith.config.fields import FieldInfo, argument_docs, describe_fields, fi
 from monolith.config.reading import Reader
 from monolith.config.tree import Branch, Leaf, Node, grow, overlay, plant
 from monolith.errors import ConfigError, UnknownTaskError
+from monolith.observe.stacks import own_frame
 from monolith.train.task import Task
 
 _FORMS = "write package.module:Name or path/to/file.py:Name"
@@ -195,13 +196,9 @@ def _look_in(folder: str) -> None:
 
 
 def _broken(what: str, cause: BaseException) -> str:
-    """Say what went wrong while importing, and where: the innermost line that is not Python's own."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(cause.__traceback__)
-        if "importlib" not in frame.filename and frame.filename != __file__
-    ]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    """Say what went wrong while importing, and where: the innermost line of the person's own code."""
+    frame = own_frame(cause) or next(reversed(traceback.extract_tb(cause.__traceback__)), None)
+    where = "" if frame is None else f" at {frame.filename}:{frame.lineno}"
     if isinstance(cause, SyntaxError):
         where = f" at {cause.filename}:{cause.lineno}"
     return f"importing {what} failed{where}: {type(cause).__name__}: {cause}"

@@ -5,9 +5,11 @@ Nothing is asked of those that train but the metrics that they offer: everything
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from monolith import filesystem
@@ -16,10 +18,14 @@ from monolith.cluster.security import SecurityConfig
 from monolith.cluster.status import FAILED, JobStatus, ProcessStatus, StatusBoard
 from monolith.errors import MonolithError, UnavailableError
 from monolith.observe.progress import describe_seconds
+from monolith.observe.summaries import read_summaries
 from monolith.train.evaluation_log import EvaluationLog
+from monolith.train.hooks.summaries import FOLDER
 from monolith.ui.figures import CheckpointFigures, CurvePoint, PageReading, PublishFigures, RunState
 from monolith.ui.publishing import PublishOrders, RunPublishing, orders_of
 from monolith.ui.sources import MOST_METRICS, ProcessSource, chart_of, is_auc, process_figures, tier_facts
+
+_log = logging.getLogger(__name__)
 
 FILES_EVERY = 5.0
 REMOTE_FILES_EVERY = 60.0
@@ -58,6 +64,8 @@ class RunSource:
         self._looked: float | None = None
         self._checkpoints: Sequence[CheckpointFigures] = ()
         self._chief: tuple[str, ProcessSource] | None = None
+        self._stored = False
+        """Whether the summaries of the run were read."""
         self.publishing = RunPublishing(order or orders_of(model_dir, security), timer=timer)
         """What the buttons of the page do."""
         self.set_split = None
@@ -80,6 +88,9 @@ class RunSource:
             self._checkpoints = self._list()
             points += self._evaluations.new()
         note, state = reading.note, self._state(job)
+        if state in ("ended", "failed", "silent") and not self._stored and self._chief is None:
+            self._stored = True  # its metrics were not asked for while it trained
+            points += stored_points(self._model_dir)
         if state == "ended":
             note = self._last_words()
         elif state == "not begun":
@@ -169,6 +180,24 @@ def metrics_url(process: ProcessStatus) -> str:
     if parts.hostname in ("0.0.0.0", "::") and process.host:
         return f"{parts.scheme}://{process.host}:{parts.port}"
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def stored_points(model_dir: str) -> list[CurvePoint]:
+    """Return the loss and the metrics of a run as its summaries have them; none if they cannot be read."""
+    folder = Path(model_dir, FOLDER)
+    if filesystem.is_remote(model_dir) or not folder.is_dir():
+        return []
+    points = []
+    try:
+        for one in read_summaries(sorted(map(str, folder.iterdir())), "scalars"):
+            metric = one.tag.removeprefix("metrics/")
+            if metric == one.tag != "loss":
+                continue
+            chart = "auc_by_step" if is_auc(metric) else chart_of("online", metric)
+            points.append(CurvePoint(chart, metric.rpartition("/")[0], float(one.step), float(one.data)))
+    except (MonolithError, OSError) as error:
+        _log.info("the summaries in %s are not shown: %s", folder, error)
+    return points
 
 
 class _Evaluations:

@@ -17,6 +17,7 @@ from monolith.feature import (
     CrossFeature,
     FeatureSpec,
     FloatFeature,
+    HistoryFeature,
     IdFeature,
     Label,
     SequenceFeature,
@@ -169,6 +170,26 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a long separator": (lambda: IdFeature(separator="||"), "one ASCII character"),
     "a name for gaps": (two(features={"b.gap": IdFeature()}), "does not end in '.gap'"),
     "a label that is none": (two(labels={"click": "click"}), "labels must be labels by task"),
+    "a mean that is no list": (
+        lambda: FloatFeature(mean=14.5),
+        "mean must be list of float or None, got 14.5",
+    ),
+    "a scale that there is not": (
+        lambda: FloatFeature(scale="standrd"),
+        "one of 'raw', 'log', 'standard', got",
+    ),
+    "a kind that there is not": (
+        lambda: IdFeature(kind="str"),
+        "must be one of 'int', 'string', got 'str'",
+    ),
+    "half a number": (lambda: FloatFeature(width=2.5), "width must be int, got 2.5"),
+    "a cross of one text": (lambda: CrossFeature(of="ab"), "of must be list of str, got 'ab'"),
+    "steps with a text": (
+        lambda: HistoryFeature(of="a", max=2, with_="b"),
+        "with must be list of str, got 'b'",
+    ),
+    "optional text": (two(optional="a"), "optional must be list of str, got 'a'"),
+    "a loss that there is not": (lambda: Label(loss="bce"), "loss must be one of 'binary', 'mse', 'huber'"),
     "a share beyond all": (two(max_bad=2.0), "max_bad must be from 0 to 1"),
 }
 
@@ -178,6 +199,11 @@ def test_it_refuses(case: str):
     make, message = WRONG[case]
     with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(".", r"\.")):
         make()
+
+
+def test_a_list_is_as_good_as_a_tuple():
+    assert CrossFeature(of=["a", "f"]) == CrossFeature(of=("a", "f"))
+    assert FloatFeature(scale="standard", mean=[1], std=[2]).mean == (1,)
 
 
 def change(name: str, **settings: Any) -> FeatureSpec:

@@ -46,6 +46,9 @@ class ExportOptions:
     missing_rows: str | None = None
     """What an entry does if a serving server does not answer: refuse, or default, which reads its rows as
     zeros and says so in the answer (export.missing_rows)."""
+    inputs: str | None = None
+    """The inputs of a server: raw, columns as in the data; or batch, IDs and floats as the model is given
+    them, which the client hashes and scales (export.inputs)."""
     keep: int | None = None
     """Keep so many of the newest versions, and those that a server uses; by default none are removed."""
     as_module: bool = False

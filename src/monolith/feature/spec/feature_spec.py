@@ -29,7 +29,7 @@ from torch import Tensor
 
 from monolith import native
 from monolith.config import config_from_mapping, to_dict
-from monolith.config.fields import key_of
+from monolith.config.fields import check_fields, key_of
 from monolith.errors import ConfigError
 from monolith.feature.batches import Batch
 from monolith.feature.fids import MAX_SLOTS_V2
@@ -151,6 +151,7 @@ class FeatureSpec:
             raise ConfigError(
                 f'labels must be labels by task, as in {{"click": Label()}}, got {self.labels!r}'
             )
+        check_fields(self)
         if not 0 <= self.max_bad <= 1:
             raise ConfigError(f"max_bad must be from 0 to 1, got {self.max_bad}")
         for name, one in self.features.items():
@@ -256,6 +257,11 @@ class FeatureSpec:
         return found
 
     # What it reads
+
+    @property
+    def raw(self) -> FeatureSpec:
+        """What makes the same features of raw columns: this, unless it reads a log of served features."""
+        return self
 
     @property
     def read_features(self) -> Mapping[str, AnyFeature]:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import inf, isfinite
 from typing import Literal
 
+from monolith.config.fields import check_fields
 from monolith.errors import ConfigError
 from monolith.feature.fids import MAX_SLOTS_V2
 from monolith.table import (
@@ -135,6 +136,7 @@ class RowSettings:
     the run's."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.dim is not None and self.dim < 1:
             raise ConfigError(f"dim must be at least 1, got {self.dim}")
         if self.slot is not None and not 0 <= self.slot < MAX_SLOTS_V2:
@@ -254,6 +256,7 @@ class FloatFeature:
     one."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_separator(self.separator)
         if self.width < 1:
             raise ConfigError(f"width must be at least 1, got {self.width}")
@@ -419,6 +422,7 @@ class HistoryFeature:
     click. None has every event enter."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_separator(self.separator)
         if self.max < 1:
             raise ConfigError(f"max must be at least 1, got {self.max}")
@@ -473,6 +477,7 @@ class Label:
     """For "huber": errors above it count linearly."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.position < 0:
             raise ConfigError(f"position must be 0 or more, got {self.position}")
         if not 0 <= self.weight < inf:

@@ -13,7 +13,7 @@ from monolith.checkpoint.folder.state_files import BEST, CHECKPOINT_FILE, LATEST
 from monolith.checkpoint.offline.listing import is_named
 from monolith.errors import ConfigError, FileMissingError, MonolithError
 from monolith.serve.config import ServedFolder, VersionPolicy
-from monolith.serve.manifest import MANIFEST_NAME, WARM_UP, Servable, read_servable
+from monolith.serve.manifest import MANIFEST_NAME, WARM_UP, Servable, TensorSpec, read_servable
 from monolith.serve.predictor import LoadOptions, Predictor
 from monolith.serve.rows import RowSource
 from monolith.serve.versions import ENTRY, describe_withheld, list_versions, withheld_versions
@@ -213,8 +213,14 @@ def example_row(folder: str, model: Predictor) -> dict[str, Any]:
         request = json.loads(filesystem.read_bytes(path))["requests"][0]
         return first_row(request["inputs"])
     except (MonolithError, ValueError, LookupError, TypeError):
-        made_up: dict[str, Any] = {"BYTES": "text", "INT64": 1}
-        return {one.name: made_up.get(one.datatype, 0.5) for one in model.signature.inputs}
+        return {one.name: _made_up(one) for one in model.signature.inputs}
+
+
+def _made_up(one: TensorSpec) -> Any:
+    """Return a value of an input: a list where the model reads one, of as many numbers as it takes."""
+    values: dict[str, Any] = {"BYTES": "text", "INT64": 1}
+    value, width = values.get(one.datatype, 0.5), one.shape[-1]
+    return value if len(one.shape) == 1 and one.kind != "list" else [value] * max(width, 1)
 
 
 def first_row(inputs: Sequence[Any]) -> dict[str, Any]:

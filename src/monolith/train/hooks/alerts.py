@@ -69,6 +69,8 @@ class AlertHook(Hook):
         metrics: Counts `training_diverged`.
     """
 
+    essential = True
+
     def __init__(
         self,
         config: AlertConfig | None = None,

@@ -209,6 +209,8 @@ class SaveHook(Hook):
             wall clock that is set must not stop saving.
     """
 
+    essential = True
+
     def __init__(
         self,
         checkpointer: Snapshots,

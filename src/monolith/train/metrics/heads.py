@@ -17,8 +17,9 @@ which thread was faster.
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from monolith import concurrency
-from monolith.errors import RestoreError
+from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
 from monolith.train.metrics.metric_set import MetricSet, WindowRow
 from monolith.train.metrics.sliding import KeptExamples, SlidingMetrics, live_values, together
@@ -73,6 +74,32 @@ class HeadMetrics:
         self._taken_until = 0  # the newest event time that was left to the thread
         self.left_out = 0
         """Batches that are not measured, because a prediction is not finite."""
+
+    def check(self, predictions: Mapping[str, Tensor], batch: Batch) -> list[str]:
+        """Compute all metrics of one batch by themselves, before anything is trained; return their names.
+
+        Raises:
+            ConfigError: `targets` or `metrics` of the task name a label that batches do not have, or a metric
+                that does not exist.
+            MetricError: Predictions, labels, weights or groups make no sense.
+        """
+        task, wanted = self._task, self._wanted
+        if batch.labels:
+            for what, named in (("targets", task.targets()), ("metrics", wanted)):
+                for head in named if isinstance(named, Mapping) else ():
+                    if head not in batch.labels:
+                        near = difflib.get_close_matches(head, batch.labels, n=1)
+                        hint = f" Did you mean {near[0]!r}?" if near else ""
+                        raise ConfigError(
+                            f"task {task.name!r}: {what}() names {head!r}, which is no label of its batches; "
+                            f"they have {', '.join(batch.labels)}.{hint}"
+                        )
+        heads = [head for head in predictions if head in batch.labels]
+        trial = MetricSet.named(self._names(heads))
+        said = {head: predictions[head].detach().cpu() for head in heads}
+        if all(bool(one.isfinite().all()) for one in said.values()):  # otherwise it is not measured
+            trial.update(said, batch.labels, task.weights(batch), task.groups(batch), batch.ids.event_time)
+        return list(trial.values())
 
     def update(
         self,
@@ -170,8 +197,7 @@ class HeadMetrics:
 
     def _make(self, heads: list[str]) -> None:
         """Make the metrics of heads, and resume from the saved state."""
-        wanted = self._wanted if isinstance(self._wanted, Mapping) else dict.fromkeys(heads, self._wanted)
-        names = {head: wanted.get(head, ()) for head in heads}
+        names = self._names(heads)
         self._set = MetricSet.named(names, window=self._window)
         if self._window is not None:
             self._live = {head: SlidingMetrics(some, self._window) for head, some in names.items()}
@@ -182,6 +208,13 @@ class HeadMetrics:
                 _log.warning("metrics start from zero: %s", cause)
                 self._set.reset()
             self._saved = None
+
+    def _names(self, heads: Sequence[str]) -> dict[str, Sequence[str]]:
+        """Return the metrics of each head: those of its target, unless the task says otherwise."""
+        wanted = self._wanted
+        if not isinstance(wanted, Mapping):
+            return dict.fromkeys(heads, wanted)
+        return {head: wanted[head] if head in wanted else self._task.target(head).metrics for head in heads}
 
     def _ends_window(self) -> bool:
         """Return whether a window ends with what is kept; with a thread, about when one does."""

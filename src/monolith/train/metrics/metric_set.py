@@ -482,7 +482,7 @@ class MetricSet:
     ) -> None:
         """Take in examples: predictions, labels and, where there are any, weights by head."""
         for what, given in (("predictions", predictions), ("labels", labels)):
-            missing = [head for head in self.heads if head not in given]
+            missing = [head for head, metrics in self.heads.items() if metrics and head not in given]
             if missing:
                 raise MetricError(
                     f"metrics of {', '.join(missing)} need its {what}; the batch has those of "
