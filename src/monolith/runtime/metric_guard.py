@@ -80,10 +80,10 @@ class _Head:
         """Count all up to a step as well."""
         self.looks, self.clean_step = deque([_Look(self.seen, step)]), step
 
-    def looked(self, step: int, window: int, *, well: bool) -> None:
+    def looked(self, step: int, *, well: bool) -> None:
         """Note a look, and that the window was found well by it."""
         self.looks.append(_Look(self.seen, step))
-        while self.looks[1].examples <= self.seen - window:
+        while self.looks[1].examples <= self.seen - len(self.latest):
             self.looks.popleft()
         if well:
             self.clean_step = self.looks[0].step
@@ -200,7 +200,7 @@ class MetricGuard:
                 (f"{name}/calibration", miscalibrated, config.calibration_rise),
             )
         ]
-        head.looked(self._step, config.window, well=all(well))
+        head.looked(self._step, well=all(well))
 
     def _compare(self, head: _Head, name: str, value: float, bound: float | None, share: float) -> bool:
         """Compare a value with its level; return whether it is within half of the bound.
