@@ -105,7 +105,8 @@ class ServeLimits(Checked):
     body_rate: int = 16 << 10
     """Lowest speed, in bytes per second, at which the body of an HTTP request may arrive."""
     connections: int = 4096
-    """Largest number of HTTP connections, including gRPC connections over a shared port."""
+    """Largest number of HTTP connections, including gRPC connections over a shared port; never more than a
+    quarter of the files that the process may open."""
     peer_connections: int = 1024
     """Largest number of such connections from one client address."""
     peer_requests: int = 512
