@@ -55,8 +55,8 @@ class GuardConfig(Checked):
     window: int = 10_000
     """The number of latest examples whose AUC and calibration are compared with their running levels."""
     warm_up: int = 50_000
-    """The number of examples after each start whose AUC and calibration pause nothing: they set the first
-    running levels."""
+    """The number of examples of a new run whose AUC and calibration pause nothing: they set the first running
+    levels, which checkpoints keep, so that a restart is watched at once."""
     resume: Literal["by_hand", "when_recovered"] = "by_hand"
     """How publishing resumes after the guard has paused it: by `monolith publish resume`, or also by itself,
     when the values are within bounds again. A pause by an operator stays until the operator resumes."""

@@ -138,6 +138,11 @@ class SlidingMetrics:
         late = self._span is not None and seen.event_time - first.event_time >= self._span / _PARTS
         return late or self._loose_examples + len(seen) > self._block or last.like != seen.like
 
+    @property
+    def examples(self) -> KeptExamples | None:
+        """The examples of the window, laid end to end; None if there is none."""
+        return KeptExamples.joined(self._seen) if self._seen else None
+
     def copy(self) -> SlidingMetrics:
         """Return the window as it is now, for another thread."""
         found = copy(self)
