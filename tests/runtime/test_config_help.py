@@ -46,3 +46,10 @@ def test_there_are_templates_for_two_kinds():
     assert list(KINDS) == ["local", "ps"]
     with pytest.raises(ConfigError, match="there are local, ps"):
         template("cloud")
+
+
+def test_the_help_of_the_mode_that_keeps_going_says_what_it_costs():
+    (recovery,) = (info for info in describe_fields(RunConfig) if info.path == "failover.recovery")
+    said = " ".join(recovery.doc.split())
+    assert "updates since then are lost" in said
+    assert "records since then are trained twice" in said

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from monolith.feature import Batch
 from monolith.model import DeepFM, Feature
 from monolith.observe import Metrics
 from monolith.runtime import Trainer
+from monolith.runtime.progress import RowExpiry
 from monolith.tensors import RaggedTensor
 from monolith.train import ExpiryConfig, Hook, KeepConfig, Mode, SaveConfig, Task, TrainConfig
 
@@ -155,6 +157,57 @@ def test_a_table_that_would_lose_a_large_share_at_once_keeps_it_and_says_so(
     allowed = config(tmp_path / "all", expiry=ExpiryConfig(max_fraction=1))
     assert Trainer(task, allowed).train().overdue == {}
     assert saved_items(tmp_path / "all")[-1] == 400
+
+
+class Days:
+    """A store of one table with a row of each of 100 days, which expires after 100 more."""
+
+    def __init__(self, days: Sequence[int] = range(100)) -> None:
+        self.days = list(days)
+
+    def stats(self) -> dict[str, SimpleNamespace]:
+        return {"item": SimpleNamespace(rows=len(self.days))}
+
+    def count_expired(self, now: int) -> dict[str, int]:
+        return {"item": sum(now - day * DAY >= 100 * DAY for day in self.days)}
+
+    def evict(self, now: int, *, tables: Collection[str]) -> dict[str, int]:
+        assert tables == {"item"}
+        before = self.days
+        self.days = [day for day in before if now - day * DAY < 100 * DAY]
+        return {"item": len(before) - len(self.days)}
+
+
+def test_a_table_of_which_too_much_expired_in_a_pause_loses_the_oldest_rows_if_that_is_to_be_gradual(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 150 * DAY  # after a pause of 50 days
+    store, expiry = Days(), RowExpiry(ExpiryConfig())
+    for _ in range(3):
+        expiry.evict([store], now)
+    assert (len(store.days), expiry.overdue) == (100, {"item": 51})
+    assert "51 of 100 rows of table 'item' have expired" in expiry.trouble
+    assert "none is evicted" in expiry.trouble
+    assert "train.expiry.gradual" in caplog.text
+
+    caplog.clear()
+    expiry, left = RowExpiry(ExpiryConfig(gradual=True)), [len(store.days)]
+    while not expiry.overdue or expiry.overdue["item"]:
+        expiry.evict([store], now)
+        left.append(len(store.days))
+        assert left[-1] == 100 or store.days == list(range(100 - left[-1], 100)), "the oldest go first"
+        assert left[-2] - left[-1] <= 0.1 * left[-2]
+    assert len(left) < 12, "nearly as many go as may go at once"
+    assert store.days == list(range(51, 100))
+    assert expiry.trouble == ""
+    assert "the oldest 9 are evicted" in caplog.text
+
+
+def test_rows_of_one_moment_stay_if_they_are_too_many_for_gradual_eviction() -> None:
+    store, expiry = Days([0] * 50 + [140] * 50), RowExpiry(ExpiryConfig(gradual=True))
+    expiry.evict([store], 150 * DAY)
+    assert (len(store.days), expiry.overdue) == (100, {"item": 50})
+    assert "none is evicted" in expiry.trouble
 
 
 def test_the_clock_of_a_run_is_never_far_ahead_of_the_wall_clock(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from train.runs import FakeClock
@@ -149,3 +151,50 @@ def test_a_run_that_went_back_has_no_bad_step_after_its_own() -> None:
     fed(watched, TURNED, range(51, 55))
     assert watched[0].bad is not None
     assert watched[0].bad.step <= 51
+
+
+def restarted(
+    watched: tuple[MetricGuard, FakeClock], config: GuardConfig = CONFIG
+) -> tuple[MetricGuard, FakeClock]:
+    """Return the guard of the next start of a run, which restored the checkpoint of this one."""
+    found = guard(config)
+    found[0].restore(watched[0].state())
+    return found
+
+
+def test_a_restarted_run_is_guarded_at_once_by_the_levels_of_its_checkpoint() -> None:
+    watched = guard()
+    fed(watched, GOOD, range(1, 21))
+    again = restarted(watched)
+    assert again[0].reason is None
+    fed(again, TURNED, range(21, 23))
+    assert "click/auc of the latest 200 examples fell" in str(again[0].reason)
+    assert again[0].bad is not None
+    assert again[0].bad.step <= 21
+
+
+def test_a_restart_is_no_recovery() -> None:
+    watched = guard()
+    feed(watched, GOOD, 10)
+    feed(watched, TURNED, 5)
+    again = restarted(watched)
+    assert not again[0].recovered(lambda _, ids: ids)
+    feed(again, TURNED, 5)
+    assert again[0].reason is not None
+    feed(again, GOOD, 3)
+    assert again[0].recovered(lambda _, ids: ids)
+
+
+def test_a_bound_that_was_taken_away_before_a_restart_holds_nothing() -> None:
+    watched = guard()
+    feed(watched, GOOD, 10)
+    feed(watched, TURNED, 5)
+    assert restarted(watched, replace(CONFIG, auc_fall=None))[0].reason is None
+
+
+def test_a_run_that_was_restarted_while_it_warmed_up_goes_on_warming_up() -> None:
+    watched = guard()
+    feed(watched, GOOD, 3)
+    again = restarted(watched)
+    feed(again, TURNED, 2)
+    assert again[0].reason is None

@@ -5,7 +5,10 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
+from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 
+from monolith.cli.options.serve import ServeOptions
+from monolith.cli.serve import trainer_of
 from monolith.cluster.addresses import Address
 from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import Guard
@@ -77,3 +80,37 @@ def test_holders_listen_at_the_addresses_they_are_given_or_at_ports_that_follow(
 def test_what_is_no_channel_is_refused_before_anything_is_trained() -> None:
     with pytest.raises(ConfigError, match=r"publish\.to: cannot open the delta channel 'grcp://h:1'"):
         publish_plan(load_run_config(code={"publish.to": "grcp://h:1"}), Metrics())
+
+
+def test_a_run_publishes_to_a_broker_with_the_settings_that_it_needs_and_a_server_follows_with_its_own(
+    kafka: Kafka,
+) -> None:
+    topic = kafka.create_topic()
+    settings = {"publish.kafka_settings": PRODUCER_SETTINGS}
+    to = f"kafka://{kafka.address}/{topic}"
+    plan = publish_plan(load_run_config(code={"publish.to": to, **settings}), Metrics())
+    assert plan is not None
+    run = load_run_config(code={"serve.follow.url": to, "serve.follow.kafka_settings": CONSUMER_SETTINGS})
+    options = ServeOptions(folders=())
+    with closing(plan.open_writer((0, 1))) as writer, trainer_of(options, run.serve) as opener:
+        log = ShardLog("run", (0, 1), LogPosition("e", 0), 1, {"item": 4})
+        writer.open(log, lambda buckets=None: iter(()))  # noqa: ARG005
+        assert opener is not None
+        with closing(opener()) as reader:
+            assert [one.run for one in reader.logs()] == ["run"]
+
+
+@pytest.mark.parametrize("section", ["publish.{}", "serve.follow.{}"])
+@pytest.mark.parametrize(
+    ("url", "settings", "says"),
+    [
+        ("deltas", {"security.protocol": "SASL_SSL"}, "is for a channel of Kafka"),
+        ("kafka://broker:9092/deltas", {"bootstrap.servers": "broker"}, "bootstrap.servers"),
+    ],
+)
+def test_settings_of_kafka_that_nothing_would_obey_are_refused(
+    section: str, url: str, settings: dict[str, str], says: str
+) -> None:
+    to = section.format("to" if section.startswith("publish") else "url")
+    with pytest.raises(ConfigError, match=says):
+        load_run_config(code={to: url, section.format("kafka_settings"): settings})

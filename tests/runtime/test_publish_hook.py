@@ -383,7 +383,7 @@ def test_a_model_that_gets_worse_is_paused_and_accepted_when_an_operator_resumes
 
     def gets_worse(run: LocalRun) -> None:
         assert run.publish is not None
-        run.publish._guard._reasons["click/auc"] = "click/auc fell"
+        run.publish.guard._reasons["click/auc"] = "click/auc fell"
         assert run.publish._supervisor is not None
         run.publish._supervisor.check()
         standings.append(publish(run))
@@ -391,7 +391,7 @@ def test_a_model_that_gets_worse_is_paused_and_accepted_when_an_operator_resumes
     def resume(run: LocalRun) -> None:
         assert run.publish is not None
         standings.extend(run.publish.execute(PublishOrder("resume")))
-        assert run.publish._guard._heads["click"].examples == 0
+        assert run.publish.guard._heads["click"].examples == 0
 
     last = train(following, between={4: gets_worse, 8: resume})
     assert [(one.held, one.reason, one.by_guard) for one in standings] == [
@@ -399,6 +399,20 @@ def test_a_model_that_gets_worse_is_paused_and_accepted_when_an_operator_resumes
         (False, "", False),
     ]
     assert following.values == last.values
+
+
+def test_the_levels_of_the_guard_are_in_the_checkpoint(tmp_path: Path) -> None:
+    following = Following(TASK, replace(OFTEN, guard=GuardConfig(window=10, warm_up=20)))
+    config = replace(QUIET, model_dir=str(tmp_path), steps=6)
+    counts: list[int] = []
+
+    def count(run: LocalRun) -> None:
+        assert run.publish is not None
+        counts.append(run.publish.guard._heads["click"].examples)
+
+    train(following, config=config, between={6: count})
+    train(following, config=config, between={7: count})
+    assert counts[1] > counts[0]
 
 
 def test_rows_are_collected_while_paused_and_published_on_resume() -> None:

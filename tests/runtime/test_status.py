@@ -60,6 +60,7 @@ def trained(
             ),
             config=TrainConfig(max_steps=max_steps),
             batches=SimpleNamespace(live=live, stream=SimpleNamespace(trouble="the queue cannot be written")),
+            progress=SimpleNamespace(expiry=SimpleNamespace(trouble="rows have expired")),
             fraction_read=lambda: None if read is None else next(read),
         ),
         barrier=LocalBarrier(1),
@@ -132,7 +133,7 @@ def test_a_worker_s_speed_lag_rows_and_checkpoint_are_known() -> None:
     assert (found.steps_per_s, found.examples_per_s) == (4.0, 40.0)
     assert (found.lag_seconds, found.rows, found.bytes) == (30.0, 7, 70)
     assert found.saved_at == 999_990.0
-    assert found.save_trouble == "the disk is full; the queue cannot be written"
+    assert found.save_trouble == "the disk is full; the queue cannot be written; rows have expired"
     assert found.staleness is None  # there are no others
 
 

@@ -428,7 +428,12 @@ def trainer_of(options: ServeOptions, config: ServeConfig) -> Iterator[OpenReade
         if url == FROM_DISCOVERY:
             registry = opened.enter_context(open_discovery_url(registry_of(options, config), os.environ))
         # The token is looked for when a reader is opened: the first export may be yet to come.
-        yield lambda: open_reader(url, guard=guard_of_follower(security, options.folders), discovery=registry)
+        yield lambda: open_reader(
+            url,
+            guard=guard_of_follower(security, options.folders),
+            discovery=registry,
+            kafka_settings=config.follow.kafka_settings,
+        )
 
 
 def guard_of_follower(security: SecurityConfig, folders: Sequence[str]) -> Guard:

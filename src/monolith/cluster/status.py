@@ -174,8 +174,8 @@ class ProcessStatus:
     saved_at: Seconds | None = None
     """When the last checkpoint was on disk, in Unix seconds; only the chief knows."""
     save_trouble: Text = ""
-    """Why the newest state is not saved or exported, or a queue of files not written; empty while all of it
-    succeeds, or another process knows."""
+    """Why the newest state is not saved or exported, a queue of files not written, or expired rows not
+    evicted; empty while all of it succeeds, or another process knows."""
     publishing: Text = ""
     """The state of publishing, in words; empty if nothing is published, or another process knows."""
     standbys: Text = ""

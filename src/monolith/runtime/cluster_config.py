@@ -248,8 +248,9 @@ class FailoverConfig(Checked):
     recovery: Literal["exact", "keep_going"] = "exact"
     """What happens when a process is lost. With `exact` all processes roll back to the last checkpoint, and
     nothing is lost or trained twice. With `keep_going` they continue: only the shard of a lost server is
-    restored from the last checkpoint, a lost worker resumes from its position there, and the lost updates
-    are reported."""
+    restored from the last checkpoint, so updates since then are lost; and a lost worker resumes from its
+    position there, so its records since then are trained twice. Both are only counted, in the report: save
+    often, and do not use it for a model that must see each record once."""
     spare_after: timedelta = timedelta(seconds=5)
     """How long a lost server may take to restart before a spare server replaces it, if
     cluster.num_redundant_ps provides spares."""

@@ -8,7 +8,7 @@ be published. The guard compares them with the usual level of this run:
         └────────── accept ─────────────┴──── within half of it ────┘
 
 The usual level is a slow running mean that stops while publishing is paused, so that bad values never become
-usual.
+usual. Levels and the latest examples are in the checkpoint: a run that is restarted is watched at once.
 
 Labels are bad for a while before the metrics of a whole window say so. So the guard also knows the first step
 that may be bad: all examples of the last window that was found well had been trained on since. Some labels of
@@ -22,7 +22,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -64,11 +64,11 @@ class _Head:
     levels: dict[str, float] = field(default_factory=dict)
     """auc, and the calibration error."""
     examples: int = 0
-    """Examples since the start, or since an operator accepted the current level."""
+    """Examples of this run and of its starts before, or since an operator accepted the current level."""
     unseen: int = 0
     """Examples since the last look."""
     seen: int = 0
-    """Examples, ever."""
+    """Examples of this start, and those of the window that it restored."""
     looks: deque[_Look] = field(default_factory=deque)
     """The looks of the latest window, and the last one before it."""
     clean_step: int = 0
@@ -80,10 +80,10 @@ class _Head:
         """Count all up to a step as well."""
         self.looks, self.clean_step = deque([_Look(self.seen, step)]), step
 
-    def looked(self, step: int, window: int, *, well: bool) -> None:
+    def looked(self, step: int, *, well: bool) -> None:
         """Note a look, and that the window was found well by it."""
         self.looks.append(_Look(self.seen, step))
-        while self.looks[1].examples <= self.seen - window:
+        while self.looks[1].examples <= self.seen - len(self.latest):
             self.looks.popleft()
         if well:
             self.clean_step = self.looks[0].step
@@ -168,13 +168,48 @@ class MetricGuard:
                 head.levels, head.examples = {}, 0
                 head.restart(self._step)
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: levels, the latest examples, and why publishing is paused."""
+        with self._lock:
+            heads = {}
+            for name, head in self._heads.items():
+                heads[name] = {
+                    "levels": dict(head.levels),
+                    "examples": head.examples,
+                    "clean_step": head.clean_step,
+                }
+                if (latest := head.latest.examples) is not None:
+                    heads[name] |= {"predictions": latest.predictions, "labels": latest.labels}
+            return {"heads": heads, "reasons": dict(self._reasons)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Resume with the state of a checkpoint."""
+        with self._lock:
+            self._step, self._heads = 0, {}
+            for name, one in saved["heads"].items():
+                head = self._heads[name] = self._new_head()
+                head.levels, head.examples = dict(one["levels"]), one["examples"]
+                head.restart(one["clean_step"])
+                if "labels" in one:
+                    head.latest.update(one["predictions"], one["labels"])
+                    head.seen = len(head.latest)
+            self._reasons = {
+                name: why for name, why in saved["reasons"].items() if self._bound(name) is not None
+            }
+
     # Inside, with the lock held
+
+    def _new_head(self) -> _Head:
+        return _Head(SlidingMetrics(("auc", "calibration"), self._config.window))
+
+    def _bound(self, metric: str) -> float | None:
+        """Return the bound of a "head/metric"."""
+        return self._config.auc_fall if metric.endswith("/auc") else self._config.calibration_rise
 
     def _take(self, name: str, predictions: Tensor, labels: Tensor) -> None:
         head = self._heads.get(name)
         if head is None:
-            latest = SlidingMetrics(("auc", "calibration"), self._config.window)
-            head = self._heads[name] = _Head(latest)
+            head = self._heads[name] = self._new_head()
             head.restart(max(self._step - 1, 0))  # a checkpoint that was restored had been judged before
         if head.broken or not bool(predictions.isfinite().all()):
             return  # the step itself skips such a batch
@@ -184,7 +219,7 @@ class MetricGuard:
         head.seen += len(predictions)
 
     def _look(self, name: str, head: _Head) -> None:
-        config, share = self._config, head.unseen / self._config.warm_up
+        share = head.unseen / self._config.warm_up
         head.unseen = 0
         try:
             found = head.latest.values()
@@ -194,20 +229,18 @@ class MetricGuard:
             return
         miscalibrated = abs(found["calibration"] - 1)
         well = [
-            self._compare(head, metric, value, bound, share)
-            for metric, value, bound in (
-                (f"{name}/auc", found["auc"], config.auc_fall),
-                (f"{name}/calibration", miscalibrated, config.calibration_rise),
-            )
+            self._compare(head, metric, value, share)
+            for metric, value in ((f"{name}/auc", found["auc"]), (f"{name}/calibration", miscalibrated))
         ]
-        head.looked(self._step, config.window, well=all(well))
+        head.looked(self._step, well=all(well))
 
-    def _compare(self, head: _Head, name: str, value: float, bound: float | None, share: float) -> bool:
+    def _compare(self, head: _Head, name: str, value: float, share: float) -> bool:
         """Compare a value with its level; return whether it is within half of the bound.
 
         Args:
             share: How far the level moves towards the value.
         """
+        bound = self._bound(name)
         if bound is None or not math.isfinite(value):
             return True
         level = head.levels.get(name, value)

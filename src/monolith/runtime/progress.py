@@ -205,6 +205,8 @@ class RowExpiry:
         """Table -> expired rows that the last eviction left in place because there were too many."""
         self.held_back: dict[str, int] = {}
         """Table -> how often that happened."""
+        self.trouble = ""
+        """Tables that evict nothing, because too much of them has expired; empty if there is none."""
 
     def observe(self, ids: FeatureIds) -> None:
         """Take note of a batch that is trained on."""
@@ -216,15 +218,42 @@ class RowExpiry:
         return self._clock.now()
 
     def evict(self, stores: Iterable[Store], now: int) -> None:
-        """Drop the rows that have expired by `now`, of tables that do not lose too many at once."""
+        """Drop the rows that have expired by `now`; of a table that would lose too many at once, none, or the
+        oldest."""
+        stuck = []
         for store in stores:
             rows = {name: stats.rows for name, stats in store.stats().items()}
             expired = {name: count for name, count in store.count_expired(now).items() if count}
             kept = {name for name, count in expired.items() if count > self._config.max_fraction * rows[name]}
             for name, count in rows.items():
-                self._note(name, expired[name] if name in kept else 0, count, now)
+                gone = self._evict_oldest(store, name, now, count) if name in kept else 0
+                overdue = expired[name] - gone if name in kept else 0
+                if overdue or name in self.overdue:
+                    self.overdue[name] = overdue
+                    self._show(name, overdue)
+                if overdue:
+                    stuck += self._say_overdue(name, overdue, gone, count, now)
             if going := expired.keys() - kept:
                 store.evict(now, tables=going)
+        self.trouble = "; ".join(stuck)
+
+    def _evict_oldest(self, store: Store, table: str, now: int, rows: int) -> int:
+        """Evict the rows that expired first, nearly as many as may go at once; return how many went."""
+        if not self._config.gradual:
+            return 0
+        most = self._config.max_fraction * rows
+        # By `now - late` few enough have expired, and by `now - early` too many. Each question counts the
+        # rows of the table, so the time is only found to a sixteenth.
+        early, late = 0, 60
+        while store.count_expired(now - late)[table] > most:
+            early, late = late, 2 * late
+        for _ in range(4):
+            middle = (early + late) // 2
+            if store.count_expired(now - middle)[table] > most:
+                early = middle
+            else:
+                late = middle
+        return store.evict(now - late, tables={table})[table]
 
     def state(self) -> list[list[int]]:
         """Return the state of the clock, for a checkpoint."""
@@ -234,25 +263,33 @@ class RowExpiry:
         """Resume with the clock of a checkpoint."""
         self._clock.restore(state)
 
-    def _note(self, table: str, overdue: int, rows: int, now: int) -> None:
-        if overdue or table in self.overdue:
-            self.overdue[table] = overdue
-            self._show(table, overdue)
-        if not overdue:
-            return
+    def _say_overdue(self, table: str, overdue: int, gone: int, rows: int, now: int) -> list[str]:
+        """Log that expired rows were kept; return what is wrong if the next eviction will keep them, too."""
         self.held_back[table] = times = self.held_back.get(table, 0) + 1
-        if self._warned.setdefault(table, Doublings()).due(times):
+        expired = (
+            f"{overdue + gone:,} of {rows:,} rows of table {table!r} have expired by "
+            f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC, more than the fraction of "
+            f"{self._config.max_fraction:g} that may be evicted at once"
+        )
+        due = self._warned.setdefault(table, Doublings()).due(times)
+        if gone:
+            if due:
+                _log.warning(
+                    "%s; the oldest %s are evicted, and more at the next eviction (train.expiry.gradual)",
+                    expired,
+                    f"{gone:,}",
+                )
+            return []
+        if due:
             _log.warning(
-                "table %r: %s of %s rows have expired by %s UTC, more than the fraction of %g that may be "
-                "evicted at once; all stay (%s times so far). Check that event times are right. If they are, "
-                "set expiry.max_fraction (train.expiry.max_fraction in a run's config) to 1 to evict them.",
-                table,
-                f"{overdue:,}",
-                f"{rows:,}",
-                datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d %H:%M"),
-                self._config.max_fraction,
+                "%s; none is evicted (%s times so far), and none will be until you act: the number grows, as "
+                "after a pause of the run or a hole in its data. Check that event times are right. If they "
+                "are, set train.expiry.gradual to true (expiry of a TrainConfig), which evicts the oldest at "
+                "each eviction, or train.expiry.max_fraction to 1, which evicts all of them at once.",
+                expired,
                 f"{times:,}",
             )
+        return [f"{expired}; none is evicted until you set train.expiry.gradual or max_fraction"]
 
     def _show(self, table: str, overdue: int) -> None:
         if self._metrics is None:

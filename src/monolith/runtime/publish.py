@@ -87,6 +87,7 @@ class _Opening:
             host=host,
             log_bytes=run.publish.keep_bytes,
             limits=run.limits,
+            kafka_settings=run.publish.kafka_settings,
         )
         where = url
         if writer.address is not None:

@@ -170,7 +170,7 @@ class PublishHook(Hook):
         self._model = model
         self._every = config.dense_interval.total_seconds()
         self._to, self._patience = config.to, config.finish_timeout.total_seconds()
-        self._guard = guard
+        self.guard = guard
         self._refresh = refresh
         self._stopped = stopped
         self._sent_at = 0.0
@@ -191,7 +191,7 @@ class PublishHook(Hook):
             self._supervisor.start()
 
     def after_step(self, run: TrainingRun, result: StepResult) -> None:
-        self._guard.update(result.predictions, result.batch.labels, step=run.step)
+        self.guard.update(result.predictions, result.batch.labels, step=run.step)
         if concurrency.monotonic() - self._sent_at >= self._every or run.step < self._step:  # a rollback
             self._send_weights(run.step)
 
@@ -258,7 +258,7 @@ class PublishHook(Hook):
     def execute(self, order: PublishOrder) -> Sequence[ShardPublishStatus]:
         """Execute an order on all publishers, as the process that leads; see `Publishers.execute`."""
         if order.action == "resume":
-            self._guard.accept()
+            self.guard.accept()
         return self.publishers.execute(order) if self._supervisor is None else self._supervisor.execute(order)
 
     @property

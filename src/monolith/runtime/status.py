@@ -139,6 +139,7 @@ class OwnStatus:
             troubles = [
                 "" if local.save is None else local.save.trouble,
                 local.session.batches.stream.trouble,
+                local.session.progress.expiry.trouble,
             ]
             return replace(
                 status,

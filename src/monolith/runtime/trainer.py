@@ -295,6 +295,8 @@ class Trainer:
             publishing = self._publishing(run)
             best = BestSoFar(config.evaluate)
             more = [StatePart("evaluation", best.state, best.restore)] if config.evaluate.enabled else []
+            if run.publish is not None and run.publish.guard.looks:
+                more.append(StatePart("publish_guard", run.publish.guard.state, run.publish.guard.restore))
             keeper = (
                 RunCheckpoints(session, config, self._clock, more, timer=self._timer) if model_dir else None
             )

@@ -10,6 +10,7 @@ from typing import Literal
 
 from monolith.config import Checked, Problem
 from monolith.errors import ConfigError
+from monolith.sync.publish_config import KafkaSettings, kafka_problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,12 +26,16 @@ class ServeFollowConfig(Checked):
     """Follow a publisher of another run than the export's; by default it is refused."""
     compact_after: timedelta = timedelta(seconds=30)
     """Time after loading a newer export until overlay rows that it already contains are dropped."""
+    kafka_settings: KafkaSettings = field(default_factory=dict)
+    """Anything else librdkafka knows if `url` is kafka://broker/topic, security included:
+    { "security.protocol" = "SASL_SSL", "sasl.mechanism" = "SCRAM-SHA-512", ... }."""
 
     def problems(self) -> Iterator[Problem]:
         if self.stale_after <= timedelta(0):
             yield Problem(("stale_after",), "must be more than 0")
         if self.compact_after < timedelta(0):
             yield Problem(("compact_after",), "must be at least 0")
+        yield from kafka_problems(self.kafka_settings, self.url)
 
 
 _NO_TIME = timedelta()
@@ -100,7 +105,8 @@ class ServeLimits(Checked):
     body_rate: int = 16 << 10
     """Lowest speed, in bytes per second, at which the body of an HTTP request may arrive."""
     connections: int = 4096
-    """Largest number of HTTP connections, including gRPC connections over a shared port."""
+    """Largest number of HTTP connections, including gRPC connections over a shared port; never more than a
+    quarter of the files that the process may open."""
     peer_connections: int = 1024
     """Largest number of such connections from one client address."""
     peer_requests: int = 512
@@ -166,7 +172,7 @@ class ServeLogConfig(Checked):
     none."""
     queue_rows: int = 65_536
     """Rows that may wait to be logged. More are dropped and counted: the log never delays an answer."""
-    kafka_settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    kafka_settings: KafkaSettings = field(default_factory=dict)
     """Anything else librdkafka knows, security included: { "security.protocol" = "SASL_SSL", ... }."""
 
     def problems(self) -> Iterator[Problem]:

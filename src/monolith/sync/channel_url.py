@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from monolith.cluster.addresses import Address
 from monolith.cluster.discovery import Discovery
 from monolith.errors import AddressError, ConfigError
 from monolith.sync.channel import LOG_BYTES, DeltaReader, DeltaWriter
+from monolith.sync.publish_config import KafkaSettings
 from monolith.wire.ports import Limits
 from monolith.wire.transport import PortGuard
 
@@ -36,8 +36,6 @@ _FORGOTTEN = re.compile(r"(?:[a-z+]+:/)?((?:[^/\\,]+:[0-9]{1,5},?)+)")
 """host:port without a scheme, or with half of one."""
 _FLIGHT = ("grpc", "grpc+tls", "grpc+tcp")
 _KINDS = (*_FLIGHT, "kafka", "file")
-
-KafkaSettings = Mapping[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +169,7 @@ def open_reader(
     Args:
         guard: Credentials to present to publishers: `guard_caller` makes it.
         discovery: Registry to ask for publishers if the URL is `discovery`.
+        kafka_settings: Settings of librdkafka in addition to the brokers, security included.
 
     Raises:
         ConfigError: The text is no URL of a channel, or contradicts guard or discovery.

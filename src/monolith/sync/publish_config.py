@@ -5,13 +5,30 @@ Nothing here imports torch: a command reads settings before it decides whether t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
 from monolith.config import Checked, Problem
 from monolith.config.problems import not_negative
+from monolith.data.kafka.config import OURS, check_settings
+from monolith.errors import ConfigError
+
+KafkaSettings = Mapping[str, str | int | float | bool]
+"""Settings of librdkafka in addition to the brokers."""
+
+
+def kafka_problems(settings: KafkaSettings, url: str | None) -> Iterator[Problem]:
+    """Yield what is wrong with the settings of librdkafka that one end of a delta channel is given."""
+    if settings and url and not url.startswith("kafka://"):
+        yield Problem(
+            ("kafka_settings",), f"is for a channel of Kafka, kafka://broker:9092/topic, not {url!r}"
+        )
+    try:
+        check_settings(settings, OURS)
+    except ConfigError as error:
+        yield Problem(("kafka_settings",), str(error))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +55,8 @@ class GuardConfig(Checked):
     window: int = 10_000
     """The number of latest examples whose AUC and calibration are compared with their running levels."""
     warm_up: int = 50_000
-    """The number of examples after each start whose AUC and calibration pause nothing: they set the first
-    running levels."""
+    """The number of examples of a new run whose AUC and calibration pause nothing: they set the first running
+    levels, which checkpoints keep, so that a restart is watched at once."""
     resume: Literal["by_hand", "when_recovered"] = "by_hand"
     """How publishing resumes after the guard has paused it: by `monolith publish resume`, or also by itself,
     when the values are within bounds again. A pause by an operator stays until the operator resumes."""
@@ -78,6 +95,9 @@ class PublishConfig(Checked):
     twenty times as long as it took, but no longer than 250 ms, so that training keeps its speed."""
     dense_interval: timedelta = timedelta(seconds=1)
     """How often dense weights are published."""
+    kafka_settings: KafkaSettings = field(default_factory=dict)
+    """Anything else librdkafka knows if `to` is kafka://broker/topic, security included:
+    { "security.protocol" = "SASL_SSL", "sasl.mechanism" = "SCRAM-SHA-512", ... }."""
     keep_bytes: int = 256 << 20
     """The most bytes of published changes in each shard's log; a server that is further behind takes a
     snapshot."""
@@ -94,6 +114,7 @@ class PublishConfig(Checked):
     def problems(self) -> Iterator[Problem]:
         if self.to is not None and not self.to.strip():
             yield Problem(("to",), "must name a channel, or be left out")
+        yield from kafka_problems(self.kafka_settings, self.to)
         for name in ("interval", "dense_interval"):
             given = getattr(self, name)
             if given <= timedelta(0):

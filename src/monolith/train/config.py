@@ -30,12 +30,16 @@ class ExpiryConfig:
     Examples:
         >>> from monolith import ExpiryConfig, KeepConfig, TrainConfig
         >>> TrainConfig(keep=KeepConfig(evict=True), expiry=ExpiryConfig(max_fraction=0.5)).expiry
-        ExpiryConfig(max_fraction=0.5, max_ahead=datetime.timedelta(seconds=3600))
+        ExpiryConfig(max_fraction=0.5, gradual=False, max_ahead=datetime.timedelta(seconds=3600))
     """
 
     max_fraction: float = 0.1
-    """The fraction of a table that may expire at once, 0 to 1. If more has expired, the table keeps all of
-    its rows and logs a warning; 1 sets no limit."""
+    """The fraction of a table that may expire at once, 0 to 1. If more has expired, as after a pause of a
+    tenth of `expire_after` or with wrong event times, the table keeps all of its rows, at this and all later
+    evictions, until `gradual` or this is set; a warning and `monolith status` say so. 1 sets no limit."""
+    gradual: bool = False
+    """Whether a table of which more has expired evicts its oldest rows, nearly `max_fraction` of it at each
+    eviction, in place of none. Event times that are wrong then cost rows, but not all at once."""
     max_ahead: timedelta = timedelta(hours=1)
     """How far event times may move the clock of expiry ahead of the wall clock."""
 

@@ -100,6 +100,15 @@ class Limits:
                 raise ConfigError(f"limits.{name} must be more than 0, got {value}")
 
 
+def within_files(connections: int) -> int:
+    """Return how many connections a port may have: so many, and a quarter of the files that this process may
+    open at most. A process has several ports, a connection may take three files, as one that is passed on to
+    gRPC does, and tables, saves and probes need files as well.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return connections if files == resource.RLIM_INFINITY else min(connections, max(files // 4, 1))
+
+
 def join_address(host: str, port: int) -> str:
     """Return host:port; an IPv6 address is put in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
@@ -200,8 +209,7 @@ class ConnectionGuard:
     ) -> None:
         self._port = port
         self._limits = limits
-        # A quarter of the files at most: a process has several ports, and saving and tables need files.
-        self._most = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._most = within_files(limits.connections)
         self._most_bytes = limits.stranger_bytes if bounds_bytes else None
         self._every = every
         self._clock = clock

@@ -25,6 +25,7 @@ from monolith import concurrency
 from monolith.cluster.security import is_loopback
 from monolith.errors import MissingExtraError
 from monolith.serve.config import ServeLimits
+from monolith.wire.ports import within_files
 
 _log = logging.getLogger(__name__)
 
@@ -214,8 +215,17 @@ class _Bounds:
         self.probes = frozenset(path.encode() for path in probes)
         self.closing = False
         """Whether connections that are made from now on are closed: uvicorn tells only those that it had."""
-        self._most = limits.connections
+        self._most = within_files(limits.connections)
+        if self._most < limits.connections:
+            _log.info(
+                "a port takes %d connections and not %d (serve.limits.connections): a quarter of the files "
+                "that this process may open. For more, raise the hard limit of files (ulimit -Hn)",
+                self._most,
+                limits.connections,
+            )
         self._most_of_peer = limits.peer_connections
+        self.waiting: dict[Any, str] = {}
+        """Connections beyond the most whose probe has not come yet, oldest first -> their peer."""
         self._count = 0
         self._of_peer: dict[str, int] = {}
 
@@ -228,6 +238,15 @@ class _Bounds:
         over = self._count > self._most or (peer != "" and own >= self._most_of_peer)
         far_over = self._count > self._most + spare or (peer != "" and own >= self._most_of_peer + spare // 8)
         return over, far_over
+
+    def make_room(self, peer: str) -> bool:
+        """Close the connection that has waited longest without a probe, of this peer if it has one."""
+        oldest = next((one for one, its in self.waiting.items() if its == peer), None)
+        oldest = oldest or next(iter(self.waiting), None)
+        if oldest is not None:
+            del self.waiting[oldest]
+            oldest.transport.close()
+        return oldest is not None
 
     def leave(self, peer: str) -> None:
         self._count -= 1
@@ -330,17 +349,20 @@ def _import_uvicorn() -> tuple[Any, Any]:
             if self._bounds.closing:
                 transport.close()
                 return
-            if far_over:
+            # A probe sends its request at once: idle connections are no reason to refuse it.
+            if far_over and not self._bounds.make_room(self._peer):
                 self._refuse(503, "too many connections")
                 return
             wait = self._bounds.read_timeout
             if self._probes_only:
+                self._bounds.waiting[self] = self._peer
                 self.timeout_keep_alive = 1
                 wait = min(wait, PROBE_SECONDS)
             self._timer = self.loop.call_later(wait, self._too_slow)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
+            self._bounds.waiting.pop(self, None)
             self._bounds.leave(self._peer)
             super().connection_lost(exc)
 
@@ -370,6 +392,7 @@ def _import_uvicorn() -> tuple[Any, Any]:
         def on_headers_complete(self) -> None:
             self._in_head = False
             self._stop_timer()
+            self._bounds.waiting.pop(self, None)
             if self._probes_only and self.url.partition(b"?")[0] not in self._bounds.probes:
                 self._refuse(503, "too many connections, of all clients or of this one; retry later")
                 return

@@ -1,8 +1,8 @@
 """The metrics of a task, head by head.
 
 Batches are kept as they come, in host memory, and taken in by the metrics several at once: before a window
-ends, a value is asked for or a checkpoint is saved, and after `AT_ONCE` examples. A metric then costs a small
-part of what it does batch by batch.
+ends, a value is asked for or a checkpoint is saved, and after `AT_ONCE` examples or `BATCHES_AT_ONCE`. A
+metric then costs a small part of what it does batch by batch.
 
 A GPU trains 100,000 examples in less time than the host needs to sort them. So a run whose steps are graphs
 leaves the metrics to a thread of their own, which takes in one part while the next one is kept:
@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 AT_ONCE = 1 << 17
 """Examples that are kept until the metrics take them in."""
+BATCHES_AT_ONCE = 1 << 10
+"""Batches likewise: those of a live stream have a few examples, and the tensors of each take a kilobyte."""
 
 
 class HeadMetrics:
@@ -65,7 +67,7 @@ class HeadMetrics:
         self._saved: Mapping[str, Any] | None = None
         # Not taken in yet; by head, batch after batch. All alike: one can lay them end to end.
         self._kept: dict[str, list[KeptExamples]] = {}
-        self._kept_examples = 0
+        self._kept_batches = self._kept_examples = 0
         self._oldest = self._newest = 0  # event times of these
         self._kept_like: object = None
         self._thread = concurrency.ThreadPoolExecutor(1, "metrics") if threaded else None
@@ -150,9 +152,11 @@ class HeadMetrics:
                 self._live[head].add(one)
         self._oldest = min(self._oldest, time) if self._kept_examples else time
         self._newest = max(self._newest, time) if self._kept_examples else time
+        self._kept_batches += 1
         self._kept_examples += len(batch)
         # By counts alone, and not by the clock: the AUC of very many examples depends on it, a little.
-        if self._kept_examples >= AT_ONCE or self._ends_window():
+        full = self._kept_examples >= AT_ONCE or self._kept_batches >= BATCHES_AT_ONCE
+        if full or self._ends_window():
             self._take_in()
 
     def values(self) -> dict[str, float]:
@@ -253,7 +257,8 @@ class HeadMetrics:
             self._tell()
 
     def _forget(self) -> None:
-        self._kept, self._kept_examples, self._kept_like = {}, 0, None
+        self._kept, self._kept_like = {}, None
+        self._kept_batches = self._kept_examples = 0
 
     def _tell(self) -> None:
         if self._set is None or self._window is None:

@@ -22,6 +22,10 @@ from monolith.train.metrics.metric_set import MetricSet
 
 MOST = 1_000_000
 """Examples that are kept at most, also of a window of time."""
+BLOCK = 1024
+"""Examples of a block, at the most."""
+_PARTS = 64
+"""Blocks of a window, at the least."""
 _HEAD = "head"
 
 
@@ -55,6 +59,17 @@ class KeptExamples(NamedTuple):
     def __len__(self) -> int:
         return len(self.predictions)
 
+    @classmethod
+    def joined(cls, parts: Sequence[KeptExamples]) -> KeptExamples:
+        """Lay batches that are alike end to end. The event time is the newest of theirs."""
+        return cls(
+            torch.cat([one.predictions for one in parts]),
+            torch.cat([one.labels for one in parts]),
+            together([one.weights for one in parts]),
+            together([one.groups for one in parts]),
+            max(one.event_time for one in parts),
+        )
+
     @property
     def like(self) -> object:
         """Equal for batches whose tensors can be laid end to end."""
@@ -67,6 +82,13 @@ class SlidingMetrics:
 
     A window of n examples has at least the latest n, whole batches of them; one of a `timedelta` those of
     that much event time before the newest. It has never more than `MOST`, and the batch that passes it.
+
+    A live stream is trained in batches of a few examples, and the tensors of each take a kilobyte: a window
+    of them would grow for an hour, to a hundred megabytes. So batches are joined to blocks, which leave as a
+    whole: of a 64th of the window at the most, and of `BLOCK` examples.
+
+        [ block ][ block ][ block ] batch batch batch
+          oldest                    └── loose ──────┘
     """
 
     def __init__(self, names: Sequence[str], window: int | timedelta) -> None:
@@ -75,6 +97,13 @@ class SlidingMetrics:
         self._most = MOST if isinstance(window, timedelta) else min(window, MOST)
         self._seen: deque[KeptExamples] = deque()
         self._count = self._newest = 0
+        self._block = min(max(self._most // _PARTS, 1), BLOCK)
+        self._loose = self._loose_examples = 0
+        """The batches at the end that are no block yet, and their examples."""
+
+    def __len__(self) -> int:
+        """Return the number of examples in the window."""
+        return self._count
 
     def update(
         self,
@@ -91,11 +120,28 @@ class SlidingMetrics:
         """Take in a batch that is kept already."""
         if not self._names or not len(seen):
             return
+        if self._loose and self._is_block(self._seen[-self._loose], self._seen[-1], seen):
+            if self._loose > 1:
+                self._seen.append(KeptExamples.joined([self._seen.pop() for _ in range(self._loose)][::-1]))
+            self._loose = self._loose_examples = 0
         self._seen.append(seen)
+        self._loose += 1
+        self._loose_examples += len(seen)
         self._count += len(seen)
         self._newest = max(self._newest, seen.event_time)
         while len(self._seen) > 1 and self._leaves(self._seen[0]):
             self._count -= len(self._seen.popleft())
+        self._loose = min(self._loose, len(self._seen))
+
+    def _is_block(self, first: KeptExamples, last: KeptExamples, seen: KeptExamples) -> bool:
+        """Return whether the loose batches, from `first` to `last`, are a block without the next one."""
+        late = self._span is not None and seen.event_time - first.event_time >= self._span / _PARTS
+        return late or self._loose_examples + len(seen) > self._block or last.like != seen.like
+
+    @property
+    def examples(self) -> KeptExamples | None:
+        """The examples of the window, laid end to end; None if there is none."""
+        return KeptExamples.joined(self._seen) if self._seen else None
 
     def copy(self) -> SlidingMetrics:
         """Return the window as it is now, for another thread."""
