@@ -51,8 +51,8 @@ def test_a_pipe_and_a_folder_are_refused_at_once(tmp_path: Path) -> None:
 def test_an_own_file_has_one_name_this_user_and_no_mode_for_others(
     tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    victim.chmod(0o644)
     with pytest.raises(FilesystemError, match="mode 0644"):
-        victim.chmod(0o644)
         open_regular(victim, os.O_RDWR, own=True)
     victim.chmod(0o600)
     os.close(open_regular(victim, os.O_RDWR, own=True))

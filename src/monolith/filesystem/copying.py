@@ -83,18 +83,15 @@ def copy_file(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def link_or_copy(
-    source: AnyPath, target: AnyPath, *, durable: bool = True, private: bool = False
-) -> bool:
+def link_or_copy(source: AnyPath, target: AnyPath, *, durable: bool = True, private: bool = False) -> bool:
     """Give a file that will never change a second name, or copy it if there can be none.
 
     There can be one on the same local filesystem. Both names are equal: removing one leaves the other.
 
     Args:
         durable: Whether both must survive a crash of the machine afterwards, if they are on a local disk.
-        private: Whether `target` is in a folder of this user alone. Otherwise everyone who can read the folder
-            may read the file: a file that was private becomes readable to them, since a file has one mode for
-            all of its names.
+        private: Whether `target` is in a folder of this user alone. Otherwise a file that only this user can
+            read becomes as readable as the folder: a file has one mode for all of its names.
 
     Returns:
         Whether it is a second name, and not a copy.

@@ -4,8 +4,8 @@ Another user of the machine may plant a link, a pipe or a whole folder under a n
 to use. Three rules keep that harmless, and `tools/check_files.py` refuses code that opens, makes or locks a
 file or a folder without the functions of this package:
 
-- A place that is shared (/tmp, /dev/shm, a runtime folder) holds this user's things only in a folder with a random
-  name (`temporary_folder`), or in one that is checked to be this user's alone (`private_folder`).
+- A place that is shared (/tmp, /dev/shm, a runtime folder) holds this user's things only in a folder with a
+  random name (`temporary_folder`), or in one that is checked to be this user's alone (`private_folder`).
 - A file with a known name is opened with `open_regular`, which follows no link. One that no other user needs
   has mode 0600 and is checked to be this user's (`own`). Others get the mode that the umask leaves: a
   model_dir may be a team's, and everyone who can write to it is trusted.
@@ -43,7 +43,7 @@ def open_regular(
         OSError: As of `os.open`.
     """
     assert not flags & os.O_TRUNC
-    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a pipe must not wait for its other end
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not wait for its other end
     try:
         file = os.open(path, flags, 0o600 if own else mode, dir_fd=folder)
     except OSError as cause:
@@ -67,7 +67,7 @@ def open_regular(
 
 def _refused(path: AnyPath, why: str) -> FilesystemError:
     return FilesystemError(
-        f"cannot open {os.fspath(path)}: {why}; another user may have put it there. Look at it, then remove it."
+        f"cannot open {os.fspath(path)}: {why}; another user may have put it there. Check it, then remove it."
     )
 
 
@@ -85,7 +85,7 @@ def private_folder(path: AnyPath) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise FilesystemError(
             f"{folder} must be a folder of this user with mode 0700, and is a {_kind(found.st_mode)} of user "
-            f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; remove it, or choose another folder."
+            f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; remove it, or name another folder."
         )
     return folder
 
@@ -95,7 +95,7 @@ def _kind(mode: int) -> str:
 
 
 def new_folder(prefix: str, above: AnyPath | None = None, *, suffix: str = "") -> Path:
-    """Make a folder with a random name that only this user can enter, in the system's temporary one by default."""
+    """Make a folder with a random name that only this user can enter, in `above` or the temporary folder."""
     return Path(tempfile.mkdtemp(suffix, prefix, above))
 
 

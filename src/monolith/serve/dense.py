@@ -18,7 +18,6 @@ import io
 import json
 import logging
 import re
-import tempfile
 import warnings
 import zipfile
 import zlib
@@ -33,7 +32,7 @@ import torch.fx
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith import concurrency
+from monolith import concurrency, filesystem
 from monolith.errors import CorruptFileError, ExportError, RestoreError
 from monolith.serve.operators import OPERATORS
 from monolith.serve.split_graph import SplitGraph, SplitInput
@@ -564,8 +563,8 @@ def compile_graph(graph: bytes, weights: Mapping[str, Tensor], example: Inputs) 
     rows, floats = example
     program.example_inputs = ((list(weights.values()), list(rows), list(floats)), {})
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder, "compiled.pt2"))
+        with filesystem.temporary_folder() as folder:
+            path = str(folder / "compiled.pt2")
             return Path(aoti_compile_and_package(program, package_path=path)).read_bytes()
     except Exception as cause:
         first = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)

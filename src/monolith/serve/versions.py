@@ -183,7 +183,7 @@ class LockedVersion:
         self._file: int | None = None
         path = Path(folder) / LOCK_FILE
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = filesystem.open_regular(path, os.O_RDONLY)
         except FileNotFoundError as cause:
             raise FileMissingError(f"{folder} is not a servable, or was removed a moment ago") from cause
         except OSError as cause:
@@ -249,7 +249,7 @@ def _is_at(file: int, path: Path) -> bool:
 def _alone(folder: Path) -> Iterator[bool]:
     """Lock a folder exclusively for a block; yield whether no other process uses it."""
     try:
-        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = filesystem.open_regular(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except FileNotFoundError:
         yield True
         return
@@ -288,7 +288,7 @@ class NewVersion:
         self.folder = str(Path(root) / f".{version}{_WRITING}{digest}")
         self._file: int | None = None
         filesystem.make_dirs(self.folder)
-        file = os.open(Path(self.folder) / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = filesystem.open_regular(Path(self.folder) / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
