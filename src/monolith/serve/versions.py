@@ -28,7 +28,7 @@ from typing import Self
 
 from monolith import concurrency, filesystem
 from monolith.errors import ConfigError, ExportError, FileMissingError, FilesystemError, MonolithError
-from monolith.serve.manifest import MANIFEST_NAME, Servable, read_servable
+from monolith.serve.manifest import MANIFEST_NAME, Servable, read_bounded, read_servable
 
 LOCK_FILE = ".held"
 """The name is older than this module; processes of earlier releases lock the same file."""
@@ -142,11 +142,11 @@ def read_withheld(folder: str) -> Withheld | None:
     try:
         if not filesystem.exists(path):
             return None
-        plain = json.loads(filesystem.read_bytes(path))
+        plain = json.loads(read_bounded(path))
         return Withheld(reason=str(plain["reason"]), first_bad_step=int(plain["first_bad_step"]))
     except FileMissingError:
         return None  # it was released a moment ago
-    except (FilesystemError, ValueError, LookupError, TypeError) as error:
+    except (FilesystemError, ValueError, LookupError, TypeError, RecursionError) as error:
         return Withheld(reason=f"{path}, which says why, cannot be read: {error}")
 
 
