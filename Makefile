@@ -66,6 +66,7 @@ check: setup tidy  ## Lint, format, types, imports, names, documentation
 	$(BIN)/mypy --strict src
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/python tools/check_imports.py
+	$(BIN)/python tools/check_files.py
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/check_words.py
 

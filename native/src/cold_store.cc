@@ -403,8 +403,9 @@ std::size_t ColdStore::adopt(const std::string& path, std::span<const std::uint8
                              const std::function<void(std::span<const RecordHead>)>& each) {
   auto file = std::make_shared<File>();
   file->path = path;
-  file->descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-  if (file->descriptor < 0 && errno == EINVAL) file->descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  constexpr int kHow = O_RDONLY | O_NOFOLLOW | O_CLOEXEC;
+  file->descriptor = ::open(path.c_str(), kHow | O_DIRECT);
+  if (file->descriptor < 0 && errno == EINVAL) file->descriptor = ::open(path.c_str(), kHow);
   if (file->descriptor < 0)
     throw ColdDamage(path, 0, std::string("it cannot be opened: ") + std::strerror(errno));
   const std::size_t at_once = std::max<std::size_t>(kStreamBytes / block_bytes_, 1);
@@ -926,13 +927,14 @@ void ColdStore::write_file(File& file, const std::vector<const std::byte*>& reco
     throw std::system_error(errno, std::generic_category(), std::string(what) + " " + file.path);
   };
   file.path = spec_.folder + "/" + std::to_string(file.number) + ".cold";
-  constexpr int kHow = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
-  // The folder is this user's alone; a link in a checkpoint is as readable as other files there.
-  file.descriptor = ::open(file.path.c_str(), kHow | O_DIRECT, 0666);
+  constexpr int kHow = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+  // For this user alone, until a checkpoint that links to it makes it as readable as other files there.
+  constexpr mode_t kMode = 0600;
+  file.descriptor = ::open(file.path.c_str(), kHow | O_DIRECT, kMode);
   // A filesystem without O_DIRECT, such as an older tmpfs, has its pages in the kernel's cache.
   if (file.descriptor < 0 && errno == EINVAL) {
     ::unlink(file.path.c_str());
-    file.descriptor = ::open(file.path.c_str(), kHow, 0666);
+    file.descriptor = ::open(file.path.c_str(), kHow, kMode);
   }
   if (file.descriptor < 0) failed("cannot create");
   static std::atomic<std::uint32_t> stamps{std::random_device{}()};

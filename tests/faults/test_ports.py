@@ -172,7 +172,9 @@ def test_the_control_server_reveals_that_it_demands_a_token(
 
 
 def test_a_model_server_reveals_its_health(table: dict[str, str], stack: ExitStack) -> None:
-    assert table["predictions (HTTP, gRPC)"] == "health over HTTP; else `401` and `UNAUTHENTICATED`"
+    assert table["predictions (HTTP, gRPC)"] == (
+        "health over HTTP and `grpc.health.v1`; else `401` and `UNAUTHENTICATED`"
+    )
     assert table["load and unload of models"] == "`401`; with the predict token `403`"
     catalog = LinearCatalog({"linear": {"1": lambda: LinearModel(version="1")}})
     server = stack.enter_context(serving(catalog, server={"guard": GUARD}))
@@ -195,6 +197,9 @@ def test_a_model_server_reveals_its_health(table: dict[str, str], stack: ExitSta
         assert "linear" not in str(answer)
     methods = [f"/{SERVICE}/{name}" for name in service_methods()]
     assert f"/{SERVICE}/ServerLive" in methods
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"", timeout=SOON.total_seconds()) == b"\x08\x01"  # status: SERVING, and no more
     for path in methods:
         assert grpc_status(stack, server.grpc_address, path) is grpc.StatusCode.UNAUTHENTICATED, path
     predict = {"authorization": str(GUARD.for_role("predict").header)}

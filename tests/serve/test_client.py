@@ -1,6 +1,7 @@
 """Clients: one contract for threads and event loops, over both transports; and servers that misbehave."""
 
 import asyncio
+import gzip
 import itertools
 import json
 import threading
@@ -33,7 +34,7 @@ from monolith.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from monolith.serve import AsyncClient, Client, ClientInput, ClientOptions
+from monolith.serve import AsyncClient, Client, ClientInput, ClientOptions, client_messages, client_transports
 from monolith.serve.client_messages import GrpcDialect, InferQuestion, _unpacked, encode_inputs, tensors_of
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.tensors import listed_tensor
@@ -484,6 +485,137 @@ def test_a_process_that_is_no_inference_server_is_said_to_be_none(client_of, sai
         pytest.raises(UnavailableError, match="is not a server of the Open Inference Protocol"),
     ):
         client.predict("f", ONE)
+
+
+def answer_of(
+    data: Any = (0.5,), *, shape: Any = (1,), datatype: Any = "FP32", **more: Any
+) -> dict[str, Any]:
+    return {
+        **GOOD,
+        "outputs": [{"name": "score", "datatype": datatype, "shape": shape, "data": data}],
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"[" * 200_000,
+        b'{"a":' * 200_000,
+        answer_of([float("nan")]),
+        answer_of([float("inf")]),
+        answer_of([1 << 80], datatype="INT64"),
+        answer_of(shape=[-1]),
+        answer_of(shape=[2]),
+        answer_of(shape=["1"]),
+        answer_of(shape=[1 << 70]),
+        answer_of(shape=[[]], datatype=["FP32"]),
+        answer_of(datatype="BYTES"),
+        answer_of(parameters=[]),
+        answer_of(parameters={"step": "ten"}),
+        answer_of(parameters={"staleness": "1e400"}),
+        answer_of(parameters={"staleness": 1e300}),
+        answer_of(parameters={"staleness": -1}),
+        answer_of(model_name=7),
+        answer_of(id=[]),
+    ],
+    ids=lambda said: str(said)[:60],
+)
+def test_an_answer_that_is_deep_not_finite_or_of_another_shape_is_refused(client_of, said):
+    with (
+        scripted(Script([(200, said, {})])) as url,
+        client_of(url, options=replace(PATIENT, max_staleness=timedelta(hours=1))) as client,
+        pytest.raises(UnavailableError, match="is not a server of the Open Inference Protocol"),
+    ):
+        client.predict("f", ONE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "head_length"),
+    [
+        ([1 << 40], None),
+        ([-4, 8], None),
+        ([True], None),
+        ([4], -1),
+        ([4], 1 << 40),
+        ([2], None),
+        ([4, 4], None),
+    ],
+)
+def test_parts_of_a_binary_answer_that_do_not_add_up_are_refused(client_of, sizes, head_length):
+    outputs = [
+        {"name": f"s{number}", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": size}}
+        for number, size in enumerate(sizes)
+    ]
+    head = json.dumps({**GOOD, "outputs": outputs}).encode()
+    length = len(head) if head_length is None else head_length
+    said = (200, head + b"\0\0\0\0", {"inference-header-content-length": str(length)})
+    with (
+        scripted(Script([said], extensions=["binary_tensor_data"])) as url,
+        client_of(url, options=PATIENT) as client,
+        pytest.raises(UnavailableError, match="is not a server of the Open Inference Protocol"),
+    ):
+        client.predict("f", ONE)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [{"name": [], "datatype": "FP32", "shape": [-1]}],
+        [{"name": "user", "datatype": {}, "shape": [-1]}],
+        [{"name": "user", "datatype": "BYTES", "shape": "wide"}],
+        [{"name": "user", "datatype": "BYTES", "shape": [1.5]}],
+        {"user": 1},
+    ],
+)
+def test_metadata_of_other_types_is_refused(client_of, inputs):
+    with (
+        scripted(Script([], inputs=[inputs])) as url,
+        client_of(url, options=PATIENT) as client,
+        pytest.raises(UnavailableError, match="is not a server of the Open Inference Protocol"),
+    ):
+        client.predict("f", ONE)
+
+
+@pytest.mark.parametrize("splits", [[0, 5], [1, 2], [0, 2, 1, 2], [0.0, 2.0]])
+def test_items_whose_splits_do_not_fit_are_refused(client_of, splits):
+    kind = "INT64" if all(isinstance(one, int) for one in splits) else "FP32"
+    outputs = [
+        {"name": "item", "datatype": "INT64", "shape": [2], "data": [7, 8]},
+        {"name": "item.row_splits", "datatype": kind, "shape": [len(splits)], "data": splits},
+        {"name": "score", "datatype": "FP32", "shape": [2], "data": [0.5, 0.25]},
+    ]
+    with (
+        scripted(Script([(200, {**GOOD, "outputs": outputs}, {})])) as url,
+        client_of(url, options=PATIENT) as client,
+        pytest.raises(UnavailableError, match="items, scores and splits do not fit"),
+    ):
+        client.topk("f", ONE)
+
+
+def test_an_answer_costs_no_more_memory_than_the_bounds(client_of, monkeypatch):
+    monkeypatch.setattr(client_messages, "LARGEST_JSON", 1000)
+    monkeypatch.setattr(client_messages, "MOST_TEXTS", 100)
+    monkeypatch.setattr(client_transports, "LARGEST_ANSWER", 10_000)
+    texts = {"name": "s", "datatype": "BYTES", "shape": [101], "parameters": {"binary_data_size": 404}}
+    head = json.dumps({**GOOD, "outputs": [texts]}).encode()
+    bomb = gzip.compress(b" " * 5000 + json.dumps(GOOD).encode())
+    for status, said, headers, why in (
+        (200, b" " * 20_000, {}, "more than 10000 bytes"),
+        (200, answer_of([0] * 1000, shape=[1000]), {}, "its JSON has more than 1000 bytes"),
+        (200, head + bytes(404), {"inference-header-content-length": str(len(head))}, "more than 100 texts"),
+        (200, bomb, {"content-encoding": "gzip"}, "compressed"),
+        (500, b"x" * 200_000, {}, "answered 500: x{200}$"),
+        (400, {"error": "y" * 200_000}, {}, "answered 400"),
+        (400, b"[" * 60_000, {}, "answered 400"),
+    ):
+        with (
+            scripted(Script([(status, said, headers)])) as url,
+            client_of(url, options=replace(PATIENT, retries=0)) as client,
+            pytest.raises((UnavailableError, RequestError), match=why) as refused,
+        ):
+            client.predict("f", ONE)
+        assert len(str(refused.value)) < 2000
 
 
 # Values

@@ -10,6 +10,8 @@ import pytest
 from monolith.errors import CorruptFileError, FileMissingError
 from monolith.feature import CONCAT, NONE, FirstN, InputSpec, LayoutSpec, Mean, SliceSpec
 from monolith.serve.manifest import (
+    MANIFEST_NAME,
+    MOST_JSON_BYTES,
     Servable,
     ServableCollection,
     ServableDense,
@@ -98,6 +100,45 @@ def test_a_torn_one_is_refused(tmp_path, share):
     text = path.read_bytes()
     path.write_bytes(text[: int(len(text) * share)])
     with pytest.raises(CorruptFileError, match="torn"):
+        read_servable(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.rows", "/etc/passwd", "tables/../../x.rows", "", ".", "tables//x", "./x", "a\0b", "away/x.rows"],
+)
+def test_a_file_outside_of_the_folder_is_refused_before_it_is_opened(tmp_path, name):
+    folder, table = tmp_path / "servable", SERVABLE.tables["user"]
+    folder.mkdir()
+    (folder / "away").symlink_to(tmp_path)
+    size = ServableFile(bytes=10, crc=1)
+    for servable in (
+        replace(SERVABLE, tables={"user": replace(table, file=name)}, files={name: size}),
+        replace(SERVABLE, files={**SERVABLE.files, name: size}),
+        replace(SERVABLE, tables={"user": replace(table, file=name)}, files={}, shards=2),
+    ):
+        write_servable(str(folder), servable)
+        with pytest.raises(CorruptFileError, match="is not inside of the folder"):
+            read_servable(str(folder))
+
+
+def test_a_linked_file_is_refused_and_a_linked_folder_of_versions_is_not(tmp_path):
+    (tmp_path / "real" / "tables").mkdir(parents=True)
+    write_servable(str(tmp_path / "real"), SERVABLE)
+    (tmp_path / "version").symlink_to(tmp_path / "real")
+    assert read_servable(str(tmp_path / "version")) == SERVABLE
+    (tmp_path / "real" / "tables" / "user.rows").symlink_to(tmp_path / "secret")
+    with pytest.raises(CorruptFileError, match="is not inside of the folder"):
+        read_servable(str(tmp_path / "version"))
+
+
+def test_a_table_without_a_file_and_a_manifest_without_end_are_refused(tmp_path):
+    write_servable(str(tmp_path), replace(SERVABLE, files={}))
+    with pytest.raises(CorruptFileError, match="lists no file of table 'user'"):
+        read_servable(str(tmp_path))
+    with (tmp_path / MANIFEST_NAME).open("wb") as file:
+        file.truncate(MOST_JSON_BYTES + 1)
+    with pytest.raises(CorruptFileError, match="bytes; at most"):
         read_servable(str(tmp_path))
 
 

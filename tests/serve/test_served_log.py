@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import stat
 import threading
 from collections.abc import Iterator
@@ -310,12 +311,40 @@ def test_the_file_of_a_killed_server_is_completed_without_half_a_record(tmp_path
     (tmp_path / f"empty-{path.name}").touch()
     empty = path.with_name(path.name.replace("000001", "000009"))
     empty.write_bytes(data[:5])
+    empty.chmod(0o600)
     again, _ = sink_of(tmp_path)
     assert items_in(tmp_path) == [[1, 2]]
     assert not list(tmp_path.glob("served-*.open"))
     again.write(some(3))
     again.close()
     assert sorted(items_in(tmp_path)) == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to], ids=["link", "second name"])
+def test_a_planted_file_is_neither_cut_nor_renamed(
+    tmp_path: Path, plant: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Everyone who may write to the folder could have the server cut any file of its user to nothing."""
+    victim, log = tmp_path / "victim", tmp_path / "log"
+    victim.write_text("dear")
+    victim.chmod(0o600)
+    log.mkdir()
+    plant(log / "served-1.tfrecord.open", victim)
+    os.mkfifo(log / "served-2.tfrecord.open", 0o600)
+    (log / "served-3.tfrecord.open").mkdir()
+    assert recover(log) == []
+    assert victim.read_text() == "dear"
+    assert len(list(log.iterdir())) == 3
+    assert caplog.text.count("left alone") == 3
+
+
+def test_names_that_are_no_files_of_the_log_do_not_end_it(tmp_path: Path) -> None:
+    (tmp_path / "served-0-planted.tfrecord").mkdir()
+    sink, _ = sink_of(tmp_path, file_bytes=1, max_files=1)
+    for item in range(3):
+        sink.write(some(item))
+        sink.tick()
+    assert len([path for path in tmp_path.iterdir() if path.is_file()]) == 1
 
 
 def test_a_log_goes_to_a_local_folder_or_to_a_topic() -> None:

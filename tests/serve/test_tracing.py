@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import operator
 import re
@@ -30,6 +31,7 @@ from monolith.model import (
     MMoE,
     TwoTower,
 )
+from monolith.serve import dense
 from monolith.serve.dense import DenseGraph, _without_python, clean_graph
 from monolith.serve.operators import OPERATORS
 from monolith.serve.tracing import TracedDense, collections_of, trace_dense
@@ -276,6 +278,15 @@ def changed(graph: bytes, member: str, change: Callable[[bytes], bytes]) -> byte
 def test_a_graph_with_anything_else_in_it_is_refused_before_torch_reads_it(member, change, said):
     graph = changed(traced_own().graph, member, change)
     with pytest.raises(CorruptFileError, match=said):
+        clean_graph(graph, "g.pt2")
+
+
+@pytest.mark.parametrize("member", ["model.json", "constants_config.json"])
+def test_a_graph_of_too_much_json_is_refused_before_it_is_read(member, monkeypatch):
+    """As Python objects, JSON takes seven times its bytes: 700 MB cost 5 GiB."""
+    graph = changed(traced_own().graph, member, lambda data: data + b" " * (dense.MOST_JSON_BYTES + 1))
+    monkeypatch.setattr(json, "loads", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(CorruptFileError, match=f"more than {dense.MOST_JSON_BYTES} bytes of JSON"):
         clean_graph(graph, "g.pt2")
 
 

@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -518,66 +520,78 @@ def test_a_disk_that_takes_no_rows_pauses_writers_and_loses_none(
     assert bool(table.contains(torch.arange(25_000)).all())
 
 
-def test_a_folder_that_is_being_made_is_not_taken_for_that_of_a_killed_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("remover_has_locked", [False, True])
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
+    config: TableConfig, monkeypatch: pytest.MonkeyPatch, remover_has_locked: bool
 ) -> None:
     """Two servers may start at once; each removes what has no owner."""
-    lock = tiered_table._locked
+    lock, held = tiered_table._locked, []
 
-    def after_another_has_looked(folder: Path) -> Any:
-        (folder / "lock").touch()
-        with monkeypatch.context() as patched:
-            patched.setattr(tiered_table, "_locked", lock)
+    def after_another_has_looked(folder: Path) -> int | None:
+        monkeypatch.setattr(tiered_table, "_locked", lock)
+        if remover_has_locked:
+            held.append(lock(folder))
+        else:
             tiered_table._remove_ownerless(folder.parent)
+            assert not folder.exists()
         return lock(folder)
 
     monkeypatch.setattr(tiered_table, "_locked", after_another_has_looked)
-    own = tiered_table._OwnFolder(
-        TableConfig(
-            name="item",
-            segments=(Segment(dim=1),),
-            storage="tiered",
-            memory_bytes=1 << 22,
-            storage_dir=str(tmp_path),
-        )
-    )
+    own = tiered_table._OwnFolder(config)
     assert [one.name for one in own.path.iterdir()] == ["lock"]
+    for file in held:
+        os.close(file)
+    _ = [tiered_table._remove_ownerless(own.path.parent) for _ in range(2)]
+    assert list(own.path.parent.iterdir()) == [own.path]
     own.remove()
-    assert not list(tmp_path.iterdir())
+    assert not list(own.path.parent.iterdir())
 
 
-def test_a_folder_whose_maker_was_killed_is_removed_unless_another_is_being_made(
-    config: TableConfig, tmp_path: Path
+def test_a_planted_folder_is_neither_changed_nor_in_the_way(config: TableConfig, tmp_path: Path) -> None:
+    """A user who may write to storage_dir could have a file made in any folder of the table's user."""
+    (tmp_path / "cold" / "second.cold").mkdir(parents=True)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "letter").write_text("dear")
+    (tmp_path / "cold" / "first.cold").symlink_to(victim)
+    (tmp_path / "cold" / "second.cold" / "lock").symlink_to(victim / "made")
+    (tmp_path / "cold" / "third.cold").write_text("no folder")
+    TieredTable(config).close()
+    assert [path.name for path in victim.iterdir()] == ["letter"]
+    assert len(list((tmp_path / "cold").iterdir())) == 3
+
+
+def test_the_default_folder_is_taken_only_if_it_is_this_users_alone(
+    config: TableConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = textwrap.dedent("""
-        import os, signal, sys
-        from monolith.table import Segment, TableConfig, TieredTable, tiered_table
-        tiered_table._locked = lambda _: os.kill(os.getpid(), int(sys.argv[2]))
-        TieredTable(TableConfig(
-            name="item", segments=(Segment(dim=16),), storage="tiered", memory_bytes=4 << 20,
-            storage_dir=sys.argv[1],
-        ))
-    """)
-    where = tmp_path / "cold"
-
-    def making(how: signal.Signals) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", program, str(where), str(int(how))])
-
-    assert making(signal.SIGKILL).wait(120) == -signal.SIGKILL
-    (left,) = where.iterdir()
-    assert left.suffix == ".new"
-    with making(signal.SIGSTOP) as stopped:
-        try:
-            os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
-            made = {path for path in where.iterdir() if path.suffix == ".new"}
-            tiered_table._remove_ownerless(where)
-            assert {path for path in where.iterdir() if path.suffix == ".new"} == made
-        finally:
-            stopped.kill()
-    assert made
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = replace(config, storage_dir=None)
     table = TieredTable(config)
-    assert list(where.iterdir()) == [table.folder]
+    default = table.folder.parent
+    assert default.parent == tmp_path
+    assert stat.S_IMODE(default.stat().st_mode) == 0o700
     table.close()
+    default.chmod(0o777)  # as another user could have made it
+    with pytest.raises(FilesystemError, match=r"with mode 0777; remove it.*set storage_dir to a folder"):
+        TieredTable(config)
+    default.rmdir()
+    default.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FilesystemError, match=r"is a link.*set storage_dir to a folder"):
+        TieredTable(config)
+
+
+def test_only_the_user_can_read_cold_rows_until_a_checkpoint_shares_them(
+    table: TieredTable, tmp_path: Path
+) -> None:
+    def modes(paths: Iterable[Path]) -> set[int]:
+        return {stat.S_IMODE(path.stat().st_mode) for path in paths}
+
+    train(table, torch.arange(3000))
+    table.flush()
+    assert modes(table.folder.iterdir()) == {0o600}
+    (tmp_path / "team").mkdir(mode=0o755)
+    dump(table, str(tmp_path / "team" / "rows"))
+    assert len(modes((tmp_path / "team").iterdir())) == 1  # linked files are as readable as written ones
 
 
 def test_a_damaged_block_is_refused_by_file_and_offset(table: TieredTable) -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -322,8 +321,8 @@ class HnswlibIndex:
         return found
 
     def write(self, path: str) -> None:
-        with tempfile.TemporaryDirectory() as folder:  # it writes to a local name and to nothing else
-            made = Path(folder) / "index"
+        with filesystem.temporary_folder() as folder:  # it writes to a local name and to nothing else
+            made = folder / "index"
             self._index.save_index(str(made))
             with atomic_write(path) as file:
                 file.write(made.read_bytes())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monolith import native
+from monolith import filesystem, native
 from monolith.errors import FilesystemError
 from monolith.table import NativeTable, TableConfig, TieredTable, dump, load
 
@@ -80,19 +79,17 @@ def measure_disk(folder: Path, *, seconds: float = 1.0, most_bytes: int = MOST_F
 @contextmanager
 def _unnamed_file(folder: Path) -> Iterator[int]:
     """Open a file without a name that bypasses the kernel's cache."""
-    named, path = tempfile.mkstemp(prefix="monolith-disk-", dir=folder)
-    os.close(named)
-    try:
-        if not hasattr(os, "O_DIRECT"):
-            raise FilesystemError("this system has no reads past the kernel's cache (O_DIRECT)")
+    if not hasattr(os, "O_DIRECT"):
+        raise FilesystemError("this system has no reads past the kernel's cache (O_DIRECT)")
+    with filesystem.temporary_folder("monolith-disk-", folder) as made:
         try:
-            file = os.open(path, os.O_RDWR | os.O_DIRECT)
+            file = filesystem.open_regular(
+                made / "blocks", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, own=True
+            )
         except OSError as cause:
             raise FilesystemError(
                 cause.errno, f"files in {folder} cannot be read past the kernel's cache (O_DIRECT)"
             ) from cause
-    finally:
-        Path(path).unlink()
     try:
         yield file
     finally:
@@ -157,7 +154,7 @@ def measure_rows(config: TableConfig, folder: Path, *, seconds: float = 0.5) -> 
         return _per_call(lambda number: train(table, batches[number % 8]), seconds) / min(rows, _BATCH)
 
     row = per_row(memory, rows)
-    with tempfile.TemporaryDirectory(prefix="monolith-rows-", dir=folder) as made:
+    with filesystem.temporary_folder("monolith-rows-", folder) as made:
         began = time.process_time()
         written = dump(memory, f"{made}/rows").bytes
         saved = time.process_time()
@@ -166,7 +163,7 @@ def measure_rows(config: TableConfig, folder: Path, *, seconds: float = 0.5) -> 
         restore = time.process_time() - saved
         memory.close()
         restored.close()
-        tiers = replace(in_memory, storage="tiered", memory_bytes=64 << 20, storage_dir=made)
+        tiers = replace(in_memory, storage="tiered", memory_bytes=64 << 20, storage_dir=str(made))
         with closing(TieredTable(tiers, most_hot_rows=_BATCH)) as tiered:
             cold = per_row(tiered, min(rows, 20 * _BATCH))
     return RowSpeed(row, max(cold - row, 0.0), (saved - began) / written, restore / written)

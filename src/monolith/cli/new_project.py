@@ -6,6 +6,7 @@ import random
 import re
 import sys
 
+from monolith import filesystem
 from monolith.cli.options.jobs import NewOptions
 from monolith.errors import ConfigError
 
@@ -120,8 +121,9 @@ def run(options: NewOptions) -> int:
     files = dict(project_files(folder.name))
     for name, text in files.items():
         path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        filesystem.make_dirs(path.parent)
+        with filesystem.atomic_write(path) as file:
+            file.write(text.encode())
     lines = [f"made {folder}: {', '.join(files)}", "", f"  cd {folder}", *(f"  {line}" for line in COMMANDS)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

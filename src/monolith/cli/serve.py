@@ -12,7 +12,6 @@ import os
 import shlex
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -184,7 +183,7 @@ def serve_together(options: ServeOptions) -> int:
     config = serve_config(options)
     guard_of(options.security, config.host, os.environ, role="predict")  # or each process would fail
     with ExitStack() as open_things:
-        folder = Path(open_things.enter_context(tempfile.TemporaryDirectory(prefix="monolith-serve-")))
+        folder = open_things.enter_context(filesystem.temporary_folder("monolith-serve-"))
         chosen = with_ports(options, open_things)
         members = [
             Member(role="process", index=index, command=command_of(chosen, index, folder))

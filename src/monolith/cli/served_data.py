@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -15,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from monolith import filesystem
 from monolith.checkpoint import Saver, read_manifest
 from monolith.cli.data_files import expanded, read, shown
 from monolith.cli.evaluation import settled
@@ -47,7 +47,7 @@ def join(options: DataJoinOptions) -> int:
     types = {options.key: torch.uint8, options.time: torch.int64, options.action: torch.int64}
     with ExitStack() as opened:
         # The state of the join is of no use after it: nothing resumes in the middle of one file.
-        folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="monolith-join-"))
+        folder = opened.enter_context(filesystem.temporary_folder("monolith-join-"))
         config = JoinerConfig(
             key=options.key,
             positives=tuple(_actions(one) for one in options.positives),
@@ -56,7 +56,7 @@ def join(options: DataJoinOptions) -> int:
             negative_rate=options.negative_rate,
             time=options.time,
             action=options.action,
-            folder=folder,
+            folder=str(folder),
         )
         joined = JoinedSource(
             FileSource(log, format_of(log[0]), batch_size=BATCH),

@@ -32,7 +32,7 @@ from monolith.cluster.discovery import (
     closed_error,
 )
 from monolith.errors import AddressError, ConfigError, FilesystemError
-from monolith.filesystem import atomic_write
+from monolith.filesystem import atomic_write, make_dirs, open_regular
 from monolith.observe import Sightings
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class FilesDiscovery(Closing):
         self._heart: concurrency.Thread | None = None
         self._watch = PollingWatch(self.query, config.watch_every, f"files-watch-{self._folder.name}")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_dirs(self._folder)
         except OSError as cause:
             raise FilesystemError(f"cannot make the discovery folder {self._folder}: {cause}") from cause
 
@@ -195,16 +195,19 @@ class FilesDiscovery(Closing):
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the folder against other processes."""
-        with (self._folder / ".lock").open("ab") as file:
+        file = open_regular(self._folder / ".lock", os.O_WRONLY | os.O_CREAT)
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(file)
 
     def _path(self, role: str, index: int) -> Path:
         return self._folder / role / str(index)
 
     def _write(self, role: str, registration: Registration) -> None:
         path = self._path(role, registration.index)
-        path.parent.mkdir(exist_ok=True)
+        make_dirs(path.parent)
         with atomic_write(str(path)) as file:
             file.write(f"{registration.address}\n{registration.registered_at}\n{self._owner}\n".encode())
         now = self._clock()

@@ -18,7 +18,6 @@ import logging
 import os
 import select
 import socket
-import stat
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ from typing import Any
 
 from monolith import concurrency
 from monolith.errors import MonolithError, RequestError, UnavailableError
+from monolith.filesystem import private_folder
 
 _log = logging.getLogger(__name__)
 
@@ -136,8 +136,7 @@ def _open(environ: Mapping[str, str]) -> socket.socket | None:
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             if folder.parent.is_dir():
-                folder.mkdir(mode=0o700, exist_ok=True)
-                _check_private(folder)
+                private_folder(folder)
                 path = folder / f"{os.getpid()}.sock"
                 path.unlink(missing_ok=True)  # of a killed process that had this number
                 server.bind(str(path))
@@ -149,16 +148,6 @@ def _open(environ: Mapping[str, str]) -> socket.socket | None:
         server.close()
     _log.info("`monolith status profile` cannot ask this process: %s", why)
     return None
-
-
-def _check_private(folder: Path) -> None:
-    """Refuse a folder that another user made or can enter: in /tmp any user could have made it first."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise RequestError(
-            f"{folder} must be a folder of this user with mode 0700, and is one of user {found.st_uid} with "
-            f"mode {stat.S_IMODE(found.st_mode):04o}; remove it"
-        )
 
 
 def _accept(server: socket.socket, about: LocalProcess, answer: Answer, stop: concurrency.Event) -> None:
@@ -212,7 +201,7 @@ def _sockets(environ: Mapping[str, str]) -> Iterator[Path]:
         try:
             found = sorted(folder.glob("*.sock"))
             if found:
-                _check_private(folder)
+                private_folder(folder)
         except (OSError, RequestError) as error:
             _log.warning("cannot look for running jobs: %s", error)
             continue

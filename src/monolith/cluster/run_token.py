@@ -103,8 +103,9 @@ def write_token(path: Path, token: Secret) -> None:
     """Write a token for this user alone; an existing file is replaced."""
     unfinished = Path(filesystem.temporary(path))
     try:
-        with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            file.write(token.reveal())
+        file = filesystem.open_regular(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, own=True)
+        with os.fdopen(file, "w") as opened:
+            opened.write(token.reveal())
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -120,7 +121,7 @@ def read_token(path: Path, *, make: bool = False) -> Secret:
         ConfigError: It is not of this user, or others can read it.
     """
     if make and not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        filesystem.make_dirs(path.parent)
         own = Path(filesystem.temporary(path))
         write_token(own, Secret(concurrency.token_hex(32)))
         with suppress(FileExistsError):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -251,10 +252,12 @@ class StatusBoard:
                 file.write(text)
             return
         # Like an atomic write, without waiting for the disk: a status is worthless after the machine crashed.
-        unfinished = Path(f"{path}.new")
+        unfinished = Path(filesystem.temporary(path))
         try:
             with errors_as("write", path):
-                unfinished.write_bytes(text)
+                file = filesystem.open_regular(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                with os.fdopen(file, "wb") as opened:
+                    opened.write(text)
                 unfinished.replace(path)
         except TransientFilesystemError:
             # `monolith status` must be able to report a full disk. A file of less than a block can be
@@ -311,7 +314,7 @@ class StatusBoard:
 
 def _write_over(path: str, text: bytes) -> None:
     """Replace the content of a file without taking more of the disk."""
-    with errors_as("write", path), Path(path).open("r+b") as file:
+    with errors_as("write", path), os.fdopen(filesystem.open_regular(path, os.O_RDWR), "r+b") as file:
         file.write(text)
         file.truncate()
 

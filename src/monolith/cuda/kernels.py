@@ -17,7 +17,6 @@ import hashlib
 import logging
 import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from monolith import native
+from monolith import filesystem, native
 from monolith.errors import AcceleratorError
 
 _log = logging.getLogger(__name__)
@@ -274,7 +273,8 @@ class KernelCache:
 
     def _read(self, kept: Path) -> bytes | None:
         try:
-            found = kept.read_bytes()
+            with os.fdopen(filesystem.open_regular(kept, os.O_RDONLY, own=True), "rb") as file:
+                found = file.read()
         except OSError:
             return None
         digest, image = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
@@ -284,20 +284,14 @@ class KernelCache:
         return None
 
     def _write(self, kept: Path, image: bytes) -> None:
-        unfinished: Path | None = None
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            # A name of its own for every writer: processes and threads may compile the same program. The last
-            # one to rename its file wins, and all files are the same.
-            number, path = tempfile.mkstemp(dir=self._folder, prefix=f".{kept.name}.")
-            unfinished = Path(path)
-            with os.fdopen(number, "wb") as file:
+            filesystem.make_dirs(self._folder)
+            # Processes and threads may compile the same program. The last one to rename its file wins, and
+            # all files are the same.
+            with filesystem.atomic_write(kept, private=True) as file:
                 file.write(hashlib.sha256(image).digest() + image)
-            unfinished.replace(kept)
         except OSError as error:
             _log.debug("compiled kernels are not cached, and will be compiled again: %s", error)
-            if unfinished is not None:
-                unfinished.unlink(missing_ok=True)
 
 
 def _driver_version() -> int:

@@ -35,6 +35,7 @@ from monolith.filesystem.paths import (
     parent,
     temporary,
 )
+from monolith.filesystem.private import new_folder, open_regular, private_folder, temporary_folder
 
 __all__ = [
     "FileReserve",
@@ -57,13 +58,17 @@ __all__ = [
     "list_files",
     "list_folders",
     "make_dirs",
+    "new_folder",
     "open_database",
     "open_read",
+    "open_regular",
     "package_path",
     "parent",
+    "private_folder",
     "read_bytes",
     "remove",
     "remove_tree",
     "rename",
     "temporary",
+    "temporary_folder",
 ]

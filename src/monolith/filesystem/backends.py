@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from monolith.concurrency import machine
 from monolith.errors import FileMissingError, FilesystemError, TransientFilesystemError
 from monolith.filesystem.paths import AnyPath, base_name, is_url, normal_url
+from monolith.filesystem.private import open_regular
 
 
 class Backend(Protocol):
@@ -224,7 +225,7 @@ class LocalBackend:
         _sync_folder(os.path.dirname(target))  # noqa: PTH120
 
     def lock(self, path: str, holder: bytes) -> Callable[[], None] | None:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(file, 0)
@@ -235,7 +236,7 @@ class LocalBackend:
         return lambda: os.close(file)
 
     def open_database(self, path: str) -> sqlite3.Connection:
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        os.close(open_regular(path, os.O_CREAT | os.O_RDWR, 0o600))
         return sqlite3.connect(path, timeout=0.0, check_same_thread=False, isolation_level=None)
 
 

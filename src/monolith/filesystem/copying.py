@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -41,6 +42,7 @@ def copy_file(
     max_retries: int = 5,
     pause: timedelta = timedelta(milliseconds=50),
     sleep: Callable[[float], None] = time.sleep,
+    private: bool = False,
 ) -> bool:
     """Copy one file; `target` is replaced whole or left as it was.
 
@@ -50,6 +52,7 @@ def copy_file(
         skip_missing: Whether a `source` that stays missing is skipped.
         max_retries: How often to look again.
         pause: Before the first further look; doubles each time.
+        private: Whether only the owner of the copy can read it, if it is on a local disk.
 
     Returns:
         Whether there was something to copy.
@@ -73,19 +76,22 @@ def copy_file(
             if skip_missing:
                 return False
             raise
-        with reading, errors_as(f"copy {os.fspath(source)} to", target), atomic_write(target) as writing:
+        doing = f"copy {os.fspath(source)} to"
+        with reading, errors_as(doing, target), atomic_write(target, private=private) as writing:
             shutil.copyfileobj(reading, writing, _CHUNK_BYTES)
         return True
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def link_or_copy(source: AnyPath, target: AnyPath, *, durable: bool = True) -> bool:
+def link_or_copy(source: AnyPath, target: AnyPath, *, durable: bool = True, private: bool = False) -> bool:
     """Give a file that will never change a second name, or copy it if there can be none.
 
     There can be one on the same local filesystem. Both names are equal: removing one leaves the other.
 
     Args:
         durable: Whether both must survive a crash of the machine afterwards, if they are on a local disk.
+        private: Whether `target` is in a folder of this user alone. Otherwise a file that only this user can
+            read becomes as readable as the folder: a file has one mode for all of its names.
 
     Returns:
         Whether it is a second name, and not a copy.
@@ -106,9 +112,13 @@ def link_or_copy(source: AnyPath, target: AnyPath, *, durable: bool = True) -> b
         else:
             try:
                 with errors_as(f"link {os.fspath(source)} to", target):
-                    if durable:
+                    if durable or not private:
                         with new.open_read(unfinished) as file:
-                            os.fsync(file.fileno())
+                            if not private:
+                                _share(file.fileno(), os.path.dirname(outer) or ".")  # noqa: PTH120
+                            if durable:
+                                os.fsync(file.fileno())
+                    if durable:
                         new.rename(unfinished, outer)
                     else:
                         os.replace(unfinished, outer)  # noqa: PTH105
@@ -117,8 +127,17 @@ def link_or_copy(source: AnyPath, target: AnyPath, *, durable: bool = True) -> b
                     new.remove_file(unfinished)
                 raise
             return True
-    copy_file(source, target, skip_missing=False, max_retries=0)
+    copy_file(source, target, skip_missing=False, max_retries=0, private=private)
     return False
+
+
+def _share(file: int, folder: str) -> None:
+    """Let those read a file who can read a folder."""
+    wanted = stat.S_IMODE(os.stat(folder).st_mode) & 0o444  # noqa: PTH116
+    mode = stat.S_IMODE(os.fstat(file).st_mode)
+    if mode | wanted != mode:
+        with contextlib.suppress(PermissionError):  # another user's, who has linked to it and so can read it
+            os.fchmod(file, mode | wanted)
 
 
 def copy_tree(

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -190,7 +189,8 @@ def members_of(
         )
         yield _with_ports(members, config)
         return
-    with tempfile.TemporaryDirectory(prefix="monolith-", ignore_cleanup_errors=True) as folder:
+    with filesystem.temporary_folder() as made:
+        folder = str(made)
         members = job_members(
             [sys.executable, "-m", "monolith", *words],
             num_ps=cluster.num_ps,

@@ -55,6 +55,14 @@ from monolith.wire.open_inference import (
 )
 
 _ISO = re.compile(r"\d{4}-\d\d-\d\d")
+LARGEST_JSON = 32 << 20
+"""Bytes of the JSON of an answer. As Python objects it may take 24 times as much."""
+MOST_TEXTS = 1 << 22
+"""Texts of an output in binary. A short one takes 4 bytes in the answer and up to 120 as objects."""
+_LONGEST_ERROR = 200
+"""Characters of a server's own words in an error."""
+_LONGEST_AGE = 1e9
+"""Seconds, of an answer's rows."""
 Row = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -145,11 +153,25 @@ class TopKAnswer(ClientAnswer):
 
         Raises:
             RequestError: It has no items: the server does not know such requests.
+            UnavailableError: The items of each user cannot be told from its splits.
         """
         if missing := {ITEM, ITEM + SPLITS, SCORE} - set(answer.outputs):
             raise RequestError(
                 f"the answer of model {answer.model!r} to a top-k request has no {min(missing)!r}: its "
                 "server does not know such requests"
+            )
+        items, scores, splits = (answer.outputs[name] for name in (ITEM, SCORE, ITEM + SPLITS))
+        fits = items.ndim == splits.ndim == 1 and items.shape == scores.shape and splits.dtype == np.int64
+        if (
+            not fits
+            or not splits.size
+            or splits[0]
+            or splits[-1] != len(items)
+            or (np.diff(splits) < 0).any()
+        ):
+            raise UnavailableError(
+                f"the answer of model {answer.model!r} to a top-k request cannot be read: its items, scores "
+                "and splits do not fit together"
             )
         return cls(
             answer.model, answer.version, answer.outputs, answer.parameters, answer.ignored, id=answer.id
@@ -489,7 +511,10 @@ class HttpDialect:
     def inputs(self, model: str, version: str) -> WireCall[tuple[ClientInput, ...]]:
         def read(reply: HttpRawReply) -> tuple[ClientInput, ...]:
             said = self._json(reply.body)["inputs"]
-            return tuple(ClientInput(one["name"], one["datatype"], tuple(one["shape"])) for one in said)
+            return tuple(
+                ClientInput(_text_of(one, "name"), _text_of(one, "datatype"), _sizes(one["shape"], least=-1))
+                for one in said
+            )
 
         return WireCall("GET", self._reader(read), _model_path(model, version))
 
@@ -528,23 +553,29 @@ class HttpDialect:
         return WireCall("POST", self._reader(self._answer), path, b"".join([head, *raws]), headers)
 
     def _answer(self, reply: HttpRawReply) -> ClientAnswer:
-        size = int(reply.headers.get(JSON_LENGTH, len(reply.body)))
-        said, at = self._json(reply.body[:size]), size
+        at = int(reply.headers.get(JSON_LENGTH, len(reply.body)))
+        if not 0 <= at <= len(reply.body):
+            raise ValueError(f"its JSON has {at} of {len(reply.body)} bytes")
+        said = self._json(reply.body[:at])
         outputs: dict[str, NDArray[Any]] = {}
         for one in said["outputs"]:
+            name, datatype, shape = _text_of(one, "name"), _text_of(one, "datatype"), _sizes(one["shape"])
             length = one.get("parameters", {}).get(BINARY_SIZE)
             if length is None:
-                outputs[one["name"]] = _listed(one["datatype"], one["shape"], one["data"])
+                outputs[name] = _listed(datatype, shape, one["data"])
                 continue
-            raw = reply.body[at : at + length]
-            outputs[one["name"]] = _unpacked(one["datatype"], one["shape"], raw)
+            if type(length) is not int or not 0 <= length <= len(reply.body) - at:
+                raise ValueError(f"the output {name!r:.60} has {length!r:.40} bytes")
+            outputs[name] = _unpacked(datatype, shape, reply.body[at : at + length])
             at += length
+        if at < len(reply.body):
+            raise ValueError(f"{len(reply.body) - at} bytes belong to no output")
         return ClientAnswer(
-            said["model_name"],
+            _text_of(said, "model_name"),
             str(said.get("model_version", "")),
             outputs,
-            said.get("parameters", {}),
-            id=said.get("id", ""),
+            _checked_parameters(said.get("parameters", {})),
+            id=_text_of(said, "id") if "id" in said else "",
         )
 
     def _reader(self, read: Callable[[HttpRawReply], T]) -> Callable[[HttpRawReply], T]:
@@ -555,7 +586,7 @@ class HttpDialect:
                 raise self._failure(reply)
             try:
                 return read(reply)
-            except (ValueError, KeyError, TypeError, AttributeError) as cause:
+            except _UNREADABLE as cause:
                 raise WireError(_not_a_server(self._where, cause)) from cause
 
         return checked
@@ -563,18 +594,20 @@ class HttpDialect:
     def _failure(self, reply: HttpRawReply) -> WireError:
         try:
             said = json.loads(reply.body)
-            text = said.get("error", said) if isinstance(said, dict) else said
-        except ValueError:
-            text = reply.body[:200].decode("utf-8", "replace")
+            text = str(said.get("error", said) if isinstance(said, dict) else said)
+        except (ValueError, RecursionError):
+            text = reply.body[:_LONGEST_ERROR].decode("utf-8", "replace")
         kind = _HTTP_ERRORS.get(reply.status, RequestError if reply.status < 500 else UnavailableError)
         return WireError(
-            kind(f"{self._where} answered {reply.status}: {text}"),
+            kind(f"{self._where} answered {reply.status}: {text[:_LONGEST_ERROR]}"),
             may_retry=reply.status in (429, 503),
             wait=retry_seconds(reply.headers.get("retry-after", "")),
         )
 
     def _json(self, body: bytes) -> Any:
-        return json.loads(body)
+        if len(body) > LARGEST_JSON:
+            raise ValueError(f"its JSON has more than {LARGEST_JSON} bytes")
+        return json.loads(body, parse_constant=_refuse_constant)
 
 
 _HTTP_ERRORS: Mapping[int, type[MonolithError]] = {
@@ -638,18 +671,50 @@ class GrpcDialect:
         try:
             for number, one in enumerate(said.outputs):
                 if raws:
-                    outputs[one.name] = _unpacked(one.datatype, one.shape, raws[number])
+                    outputs[one.name] = _unpacked(one.datatype, _sizes(list(one.shape)), raws[number])
                 else:
                     values = getattr(one.contents, CONTENTS[one.datatype])
-                    outputs[one.name] = _listed(one.datatype, one.shape, values)
-        except (ValueError, KeyError, IndexError) as cause:
+                    outputs[one.name] = _listed(one.datatype, _sizes(list(one.shape)), values)
+            parameters = _checked_parameters(
+                {
+                    name: getattr(value, value.WhichOneof("parameter_choice"))
+                    for name, value in sorted(said.parameters.items())
+                    if value.WhichOneof("parameter_choice")
+                }
+            )
+        except _UNREADABLE as cause:
             raise WireError(_not_a_server(self._where, cause)) from cause
-        parameters = {
-            name: getattr(value, value.WhichOneof("parameter_choice"))
-            for name, value in sorted(said.parameters.items())
-            if value.WhichOneof("parameter_choice")
-        }
         return ClientAnswer(said.model_name, said.model_version, outputs, parameters, id=said.id)
+
+
+# An integer may be too large for an array, and JSON too deep to be read.
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _text_of(said: Mapping[str, Any], key: str) -> str:
+    if not isinstance(said[key], str):
+        raise ValueError(f"{key!r} is no text")
+    return str(said[key])
+
+
+def _sizes(shape: Any, *, least: int = 0) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(one) is int and one >= least for one in shape):
+        raise ValueError(f"a shape is {shape!r:.60}")
+    return tuple(shape)
+
+
+def _checked_parameters(said: Any) -> dict[str, Any]:
+    """Return the parameters of an answer, of which `ClientAnswer` reads two."""
+    if not isinstance(said, dict):
+        raise ValueError("`parameters` is no object")
+    int(said.get("step", 0))
+    if not 0 <= float(said.get("staleness", 0)) <= _LONGEST_AGE:
+        raise ValueError(f"`staleness` is {said['staleness']!r:.40}")
+    return said
 
 
 def _unpacked(datatype: str, shape: Sequence[int], raw: bytes) -> NDArray[Any]:
@@ -662,6 +727,8 @@ def _unpacked(datatype: str, shape: Sequence[int], raw: bytes) -> NDArray[Any]:
     at = 0
     while at < len(raw):
         end = at + LENGTH_BYTES + int.from_bytes(raw[at : at + LENGTH_BYTES], "little")
+        if len(texts) == MOST_TEXTS:
+            raise ValueError(f"an output has more than {MOST_TEXTS} texts")
         texts.append(raw[at + LENGTH_BYTES : end])
         at = end
     if at != len(raw):
@@ -674,6 +741,8 @@ def _listed(datatype: str, shape: Sequence[int], values: Iterable[Any]) -> NDArr
     if datatype == "BYTES":
         # Bytes that are not UTF-8 can be told apart, and encoded again.
         texts = [one.decode("utf-8", "surrogateescape") if isinstance(one, bytes) else one for one in values]
+        if not all(isinstance(one, str) for one in texts):
+            raise ValueError("a text is none")
         return np.array(texts, dtype=object).reshape(tuple(shape))
     return np.array(list(values), DTYPES["FP32" if datatype == BF16 else datatype]).reshape(tuple(shape))
 
@@ -681,7 +750,7 @@ def _listed(datatype: str, shape: Sequence[int], values: Iterable[Any]) -> NDArr
 def _not_a_server(where: str, cause: Exception) -> UnavailableError:
     return UnavailableError(
         f"the process at {where} is not a server of the Open Inference Protocol: its answer cannot be read "
-        f"({type(cause).__name__}: {cause})"
+        f"({type(cause).__name__}: {str(cause)[:_LONGEST_ERROR]})"
     )
 
 

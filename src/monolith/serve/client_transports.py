@@ -30,8 +30,11 @@ from monolith.serve.client_messages import HttpRawReply, WireCall, WireError, re
 from monolith.wire.grpc_ports import import_grpc
 from monolith.wire.open_inference import RETRY_HEADER, SERVICE, TIMEOUT_HEADER, service_methods
 
-LARGEST_ANSWER = 1 << 30
-"""Bytes of an answer; a longer one is refused."""
+LARGEST_ANSWER = 256 << 20
+"""Bytes of an answer; a longer one is refused. Its JSON and its texts have bounds of their own, in
+`client_messages`."""
+LARGEST_ERROR = 64 << 10
+"""Bytes that are read of an answer with another status than 200."""
 KEEP_ALIVE = 60.0
 """Seconds that an idle connection is kept: less than servers do, so that none is closed under a request."""
 _GRPC_OPTIONS = {
@@ -156,10 +159,25 @@ class _Http:
         busy = f"all {self._connections} connections to {self._where} were busy for {seconds:.3g} s"
         return WireError(DeadlineExceededError(f"{busy} (ClientOptions.connections)"))
 
-    def _too_long(self) -> WireError:
-        return WireError(
-            UnavailableError(f"the answer of {self._where} has more than {LARGEST_ANSWER} bytes")
-        )
+    def _takes(self, reply: Any, body: bytearray, part: bytes) -> bool:
+        """Add a part to the body of an answer; return whether more of it is wanted.
+
+        Raises:
+            WireError: It is too long, or compressed: a few bytes could become any number.
+        """
+        encoding = reply.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise self._refused(f"is compressed ({encoding[:40]}), which it was not asked to be")
+        body += part
+        if reply.status_code != 200:
+            del body[LARGEST_ERROR:]
+            return len(body) < LARGEST_ERROR
+        if len(body) > LARGEST_ANSWER:
+            raise self._refused(f"has more than {LARGEST_ANSWER} bytes")
+        return True
+
+    def _refused(self, why: str) -> WireError:
+        return WireError(UnavailableError(f"the answer of {self._where} {why}"))
 
 
 class HttpTransport(_Http):
@@ -200,10 +218,9 @@ class HttpTransport(_Http):
         seconds = max(0.001, deadline - concurrency.monotonic())
         body = bytearray()
         with self._translated(seconds), client.stream(**self._request(call, seconds)) as reply:
-            for part in reply.iter_bytes():
-                body += part
-                if len(body) > LARGEST_ANSWER:
-                    raise self._too_long()
+            for part in reply.iter_raw():
+                if not self._takes(reply, body, part):
+                    break
                 if concurrency.monotonic() > deadline:  # an answer that trickles
                     raise TimeoutError
             return HttpRawReply(reply.status_code, reply.headers, bytes(body))
@@ -225,10 +242,9 @@ class AsyncHttpTransport(_Http):
         body = bytearray()
         with self._translated(seconds):
             async with asyncio.timeout(seconds), self._client.stream(**self._request(call, seconds)) as reply:
-                async for part in reply.aiter_bytes():
-                    body += part
-                    if len(body) > LARGEST_ANSWER:
-                        raise self._too_long()
+                async for part in reply.aiter_raw():
+                    if not self._takes(reply, body, part):
+                        break
                 return HttpRawReply(reply.status_code, reply.headers, bytes(body))
         raise AssertionError("unreachable")
 

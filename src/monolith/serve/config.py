@@ -223,6 +223,10 @@ class VersionPolicy:
         return versions if self.newest is None else versions[-self.newest :]
 
 
+MOST_WEIGHT = 1e9
+"""Largest weight in a route. A sum of such numbers is exact enough to choose by."""
+
+
 @dataclass(frozen=True, slots=True)
 class RouteTarget:
     """A model, or one version of it, and its weight in a route."""
@@ -266,6 +270,13 @@ class Route:
             )
         except ValueError as cause:
             raise ConfigError(f"cannot read the route {text!r}: a weight is not a number") from cause
+        if not all(
+            target.weight == 0 or 1 / MOST_WEIGHT <= target.weight <= MOST_WEIGHT for target in targets
+        ):
+            raise ConfigError(
+                f"cannot use the route {text[:200]!r}: a weight must be 0, or from {1 / MOST_WEIGHT:g} to "
+                f"{MOST_WEIGHT:g}"
+            )
         if not sum(target.weight for target in targets):
             raise ConfigError(f"cannot use the route {text!r}: at least one weight must be more than 0")
         return cls(name, targets)

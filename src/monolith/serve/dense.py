@@ -18,7 +18,6 @@ import io
 import json
 import logging
 import re
-import tempfile
 import warnings
 import zipfile
 import zlib
@@ -33,8 +32,9 @@ import torch.fx
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith import concurrency
+from monolith import concurrency, filesystem
 from monolith.errors import CorruptFileError, ExportError, RestoreError
+from monolith.serve.manifest import MOST_JSON_BYTES
 from monolith.serve.operators import OPERATORS
 from monolith.serve.split_graph import SplitGraph, SplitInput
 
@@ -47,7 +47,7 @@ _TENSOR = re.compile(r"data/(weights|constants)/((?:weight|tensor)_\d+)")
 _NOTE = re.compile(r"archive_format|archive_version|byteorder|version|\.data/version")
 _UNUSED = ".data/serialization_id"
 _NOTE_BYTES = 64
-_MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 30
 """Largest size of all parts of a graph together. Weights are not among them: they have their own file."""
 _ROOT = "archive"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
@@ -107,8 +107,10 @@ def clean_graph(data: bytes, name: str) -> bytes:
 def _checked_members(archive: zipfile.ZipFile, name: str) -> dict[str, bytes]:
     """Return the members of an archive that torch may read: path -> content."""
     found: dict[str, bytes] = {}
-    if sum(member.file_size for member in archive.infolist()) > _MOST_BYTES:
-        raise CorruptFileError(name, 0, f"its parts have more than {_MOST_BYTES} bytes")
+    if sum(member.file_size for member in archive.infolist()) > MOST_BYTES:
+        raise CorruptFileError(name, 0, f"its parts have more than {MOST_BYTES} bytes")
+    if sum(one.file_size for one in archive.infolist() if one.filename.endswith(".json")) > MOST_JSON_BYTES:
+        raise CorruptFileError(name, 0, f"it has more than {MOST_JSON_BYTES} bytes of JSON")
     for member in archive.infolist():
         _, _, inner = member.filename.partition("/")
         if inner in found:
@@ -564,8 +566,8 @@ def compile_graph(graph: bytes, weights: Mapping[str, Tensor], example: Inputs) 
     rows, floats = example
     program.example_inputs = ((list(weights.values()), list(rows), list(floats)), {})
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder, "compiled.pt2"))
+        with filesystem.temporary_folder() as folder:
+            path = str(folder / "compiled.pt2")
             return Path(aoti_compile_and_package(program, package_path=path)).read_bytes()
     except Exception as cause:
         first = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)

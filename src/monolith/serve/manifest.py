@@ -39,6 +39,9 @@ from monolith.wire.open_inference import SPLITS
 
 FORMAT = 1
 MANIFEST_NAME = "servable.json"
+MOST_JSON_BYTES = 64 << 20
+"""Bytes of the manifest, of the warm-up requests and of the program of a graph. As Python objects, JSON takes
+seven times as much or more."""
 
 Coding = Literal["fp32", "fp16", "int8", "int4"]
 
@@ -262,10 +265,11 @@ def read_servable(folder: str) -> Servable:
 
     Raises:
         FileMissingError: The folder has none: it is not a servable, or an unfinished one.
-        CorruptFileError: It is torn, altered, or of a format that this version does not read.
+        CorruptFileError: It is torn, altered, of a format that this version does not read, or names a file
+            outside of the folder.
     """
     path = filesystem.join(folder, MANIFEST_NAME)
-    text = filesystem.read_bytes(path)
+    text = read_bounded(path)
     try:
         plain = json.loads(text)
         if not isinstance(plain, dict):
@@ -282,7 +286,26 @@ def read_servable(folder: str) -> Servable:
         raise CorruptFileError(path, 0, str(cause)) from cause
     if checksum != _checksum({"format": FORMAT, **plain}):
         raise CorruptFileError(path, 0, "its checksum does not match: it was altered after it was written")
+    for name in {*servable.files, *(table.file for table in servable.tables.values())}:
+        parts, inner = name.split("/"), filesystem.join(folder, name)
+        if {"", ".", ".."} & set(parts) or "\0" in name or not filesystem.is_below(inner, folder):
+            raise CorruptFileError(path, 0, f"its file {name!r:.100} is not inside of the folder")
+    for name, table in servable.tables.items():
+        if not servable.shards and table.file not in servable.files:
+            raise CorruptFileError(path, 0, f"it lists no file of table {name!r:.100}")
     return servable
+
+
+def read_bounded(path: str, most_bytes: int = MOST_JSON_BYTES) -> bytes:
+    """Return the content of a file of a servable, if it is not too large to be one.
+
+    Raises:
+        FileMissingError: There is none.
+        CorruptFileError: It is larger.
+    """
+    if (size := filesystem.file_size(path)) > most_bytes:
+        raise CorruptFileError(path, most_bytes, f"it has {size} bytes; at most {most_bytes} are read")
+    return filesystem.read_bytes(path)
 
 
 def _checksum(plain: Mapping[str, Any]) -> int:
@@ -409,5 +432,5 @@ def read_requests(data: bytes, name: str) -> Iterator[dict[str, Any]]:
                 else np.array(one["data"], dtype=_ARRAYS[one["datatype"]]).reshape(one["shape"])
                 for one in request["inputs"]
             }
-    except (ValueError, KeyError, TypeError) as cause:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as cause:
         raise CorruptFileError(name, 0, f"it has no requests: {cause}") from cause

@@ -34,17 +34,17 @@ from monolith.feature.gathering import PackedBatch
 from monolith.feature.ranges import far_outside
 from monolith.observe import Progress, progress
 from monolith.serve.candidates import CandidateColumns, CandidateRunner, find_candidates
-from monolith.serve.dense import CompiledDense, DenseGraph
+from monolith.serve.dense import MOST_BYTES, CompiledDense, DenseGraph
 from monolith.serve.histories import HistoryCache, HistoryGraphs
 from monolith.serve.jagged import JaggedInputs
-from monolith.serve.manifest import WARM_UP, Servable, ServableDense, Signature, read_requests
+from monolith.serve.manifest import WARM_UP, Servable, ServableDense, Signature, read_bounded, read_requests
 from monolith.serve.python_module import ModuleRunner, make_module
 from monolith.serve.request_reader import RawTensors, RequestReader
 from monolith.serve.retrieval import ChangedRows, RowsListener, TowerRunner
 from monolith.serve.rows import FoundRows, MappedRows, RowsClaim, RowSource, Said, together
 from monolith.serve.versions import LockedVersion, lock_version
 from monolith.table import FrozenTable
-from monolith.tensors.files import FileRecord, read_tensors
+from monolith.tensors.files import FileRecord, read_tensors, record_of
 
 GRAPH = "dense/graph.pt2"
 COMPILED = "dense/compiled.pt2"
@@ -430,7 +430,7 @@ class Predictor:
         if WARM_UP not in self._servable.files:
             return 0
         count = 0
-        for columns in read_requests(filesystem.read_bytes(path), path):
+        for columns in read_requests(read_bounded(path), path):
             self.predict(columns)
             count += 1
         return count
@@ -507,17 +507,17 @@ class Predictor:
                 raise ConfigError(f"{folder} has no compiled package; export it with --compile")
             graph = CompiledDense(filesystem.join(folder, COMPILED), ordered)
         else:
-            graph = DenseGraph(filesystem.read_bytes(path), ordered, path, record=not jagged)
+            graph = DenseGraph(read_bounded(path, MOST_BYTES), ordered, path, record=not jagged)
         workers = native.Workers(self._threads)
         gatherers = [Gatherer(plan, workers) for plan in plans]
         if dense.towers is not None:
             for side, file in TOWER_GRAPHS.items():
                 where = filesystem.join(folder, file)
-                tower = DenseGraph(filesystem.read_bytes(where), ordered, where, record=not jagged)
+                tower = DenseGraph(read_bounded(where, MOST_BYTES), ordered, where, record=not jagged)
                 self._towers[side] = TowerRunner(locked.servable, side, tower, gatherers, rows)
         if all(one in files for one in HISTORY_GRAPHS):
             encode, following = (
-                DenseGraph(filesystem.read_bytes(where), ordered, where, record=False)
+                DenseGraph(read_bounded(where, MOST_BYTES), ordered, where, record=False)
                 for where in (filesystem.join(folder, one) for one in HISTORY_GRAPHS)
             )
             self._histories = HistoryGraphs(encode, following, jagged)
@@ -638,5 +638,5 @@ def check_files(locked: LockedVersion, *, tables: bool) -> None:
         if size != record.bytes:
             at = min(size, record.bytes)
             raise CorruptFileError(str(path), at, f"it has {size} bytes, {record.bytes} were written")
-        if name not in rows and native.crc32c(path.read_bytes()) != record.crc:
+        if name not in rows and record_of(str(path)).crc32c != record.crc:
             raise CorruptFileError(str(path), 0, "its checksum does not match: it was altered")

@@ -287,7 +287,9 @@ class FolderSink:
         self._bytes = 0
         self._ends_at = 0.0
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not folder.is_dir():
+                filesystem.make_dirs(folder.parent)
+                filesystem.private_folder(folder)
             recover(folder)
         except OSError as cause:
             raise FilesystemError(f"serve.log.to: cannot write to {folder}: {cause}") from cause
@@ -329,7 +331,7 @@ class FolderSink:
         begun = f"{datetime.fromtimestamp(self._clocks.wall(), UTC):%Y%m%dT%H%M%S}"
         self._path = self._folder / f"served-{begun}-{self._token}-{next(self._numbers):06}{SUFFIX}"
         path = f"{self._path}{OPEN}"
-        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        file = filesystem.open_regular(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, own=True)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file, self._bytes = file, 0
         self._ends_at = self._clocks.timer() + self._config.file_age.total_seconds()
@@ -343,17 +345,25 @@ class FolderSink:
         finally:
             os.close(file)
         if self._config.max_files is not None:
-            files = sorted(self._folder.glob(f"served-*{SUFFIX}"))
+            files = sorted(path for path in self._folder.glob(f"served-*{SUFFIX}") if path.is_file())
             for old in files[: -self._config.max_files]:
-                old.unlink(missing_ok=True)
+                with suppress(OSError):  # another server removes it, or another user put it there
+                    old.unlink()
 
 
 def recover(folder: Path) -> list[str]:
     """Complete the files of servers that were killed; return their names. What may be half a record is cut
-    off."""
+    off. Files that another user may have put there are left alone."""
     done = []
     for path in sorted(folder.glob(f"served-*{SUFFIX}{OPEN}")):
-        with suppress(FileNotFoundError), path.open("r+b") as file:  # another server may complete it, too
+        try:
+            descriptor = filesystem.open_regular(path, os.O_RDWR, own=True)
+        except FileNotFoundError:  # another server has completed it
+            continue
+        except OSError as error:
+            _log.warning("left alone a file that is not of this log: %s", error)
+            continue
+        with suppress(FileNotFoundError), os.fdopen(descriptor, "r+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -28,7 +28,7 @@ from typing import Self
 
 from monolith import concurrency, filesystem
 from monolith.errors import ConfigError, ExportError, FileMissingError, FilesystemError, MonolithError
-from monolith.serve.manifest import MANIFEST_NAME, Servable, read_servable
+from monolith.serve.manifest import MANIFEST_NAME, Servable, read_bounded, read_servable
 
 LOCK_FILE = ".held"
 """The name is older than this module; processes of earlier releases lock the same file."""
@@ -142,11 +142,11 @@ def read_withheld(folder: str) -> Withheld | None:
     try:
         if not filesystem.exists(path):
             return None
-        plain = json.loads(filesystem.read_bytes(path))
+        plain = json.loads(read_bounded(path))
         return Withheld(reason=str(plain["reason"]), first_bad_step=int(plain["first_bad_step"]))
     except FileMissingError:
         return None  # it was released a moment ago
-    except (FilesystemError, ValueError, LookupError, TypeError) as error:
+    except (FilesystemError, ValueError, LookupError, TypeError, RecursionError) as error:
         return Withheld(reason=f"{path}, which says why, cannot be read: {error}")
 
 
@@ -183,7 +183,7 @@ class LockedVersion:
         self._file: int | None = None
         path = Path(folder) / LOCK_FILE
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = filesystem.open_regular(path, os.O_RDONLY)
         except FileNotFoundError as cause:
             raise FileMissingError(f"{folder} is not a servable, or was removed a moment ago") from cause
         except OSError as cause:
@@ -249,7 +249,7 @@ def _is_at(file: int, path: Path) -> bool:
 def _alone(folder: Path) -> Iterator[bool]:
     """Lock a folder exclusively for a block; yield whether no other process uses it."""
     try:
-        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = filesystem.open_regular(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except FileNotFoundError:
         yield True
         return
@@ -288,7 +288,7 @@ class NewVersion:
         self.folder = str(Path(root) / f".{version}{_WRITING}{digest}")
         self._file: int | None = None
         filesystem.make_dirs(self.folder)
-        file = os.open(Path(self.folder) / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = filesystem.open_regular(Path(self.folder) / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:

@@ -194,9 +194,10 @@ def run_identity(folder: str, *, make: bool = False) -> str:
     path = Path(folder) / ID_FILE
     try:
         if make and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            filesystem.make_dirs(path.parent)
             own = Path(filesystem.temporary(path))
-            own.write_text(concurrency.token_hex(8))
+            with filesystem.atomic_write(own) as made:
+                made.write(concurrency.token_hex(8).encode())
             with suppress(FileExistsError):
                 os.link(own, path)  # atomic, and never replaces an existing id
             own.unlink()

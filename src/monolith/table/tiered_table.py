@@ -21,6 +21,7 @@ The core of it is in `native/src/tiered_table.h` and `cold_store.h`.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -35,7 +36,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -291,7 +292,7 @@ class TieredTable:
             self._check_room(core, int(np.unpackbits(alive).sum()))
             self._files_adopted += 1
             own = str(self._folder.path / f"{self._files_adopted}-{filesystem.base_name(path)}")
-            filesystem.link_or_copy(path, own, durable=False)
+            filesystem.link_or_copy(path, own, durable=False, private=True)
             try:
                 rows = core.adopt(own, alive)
             except native.ColdDamageError as cause:
@@ -667,22 +668,25 @@ class _OwnFolder:
         stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in config.name)[:64]
         try:
             if config.storage_dir is None:
-                parent = Path(tempfile.gettempdir()) / f"monolith-cold-{os.getuid()}"
+                parent = filesystem.private_folder(
+                    Path(tempfile.gettempdir()) / f"monolith-cold-{os.geteuid()}"
+                )
             else:
                 parent = Path(config.storage_dir)
-            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                filesystem.make_dirs(parent)
             _remove_ownerless(parent)
-            # It gets its name once it is locked. Otherwise a table that is made at the same time could take
-            # it for one without an owner, and remove it.
-            with _making(parent):
-                new = Path(tempfile.mkdtemp(prefix=f"{stem}-", suffix=".new", dir=parent))  # as 0700
-                self._lock = _locked(new)
-                self.path = new.rename(new.with_suffix(".cold"))
+            # A table that is made at the same time may take the folder for one without an owner and remove it
+            # before it is locked. Then another is made.
+            while True:
+                self.path = filesystem.new_folder(f"{stem}-", parent, suffix=".cold")
+                if (lock := _locked(self.path)) is not None:
+                    self._lock = lock
+                    break
         except OSError as cause:
             raise FilesystemError(
                 cause.errno,
                 f"table {config.name!r}: cannot keep cold rows in {cause.filename or config.storage_dir}: "
-                f"{cause.strerror}; set storage_dir to a folder on a local disk that can be written",
+                f"{cause.strerror or cause}; set storage_dir to a folder on a local disk that can be written",
             ) from cause
 
     def remove(self) -> None:
@@ -692,8 +696,7 @@ class _OwnFolder:
             if not self.path.exists():
                 break
             time.sleep(0.01)
-        if self._lock is not None:
-            self._lock.close()
+        os.close(self._lock)
 
 
 def _buffer_sizes(memory_bytes: int) -> dict[str, int]:
@@ -703,47 +706,58 @@ def _buffer_sizes(memory_bytes: int) -> dict[str, int]:
     }
 
 
-def _locked(folder: Path) -> IO[bytes] | None:
-    """Return the locked lock file of a folder; None if another process, or table, has it."""
-    file = (folder / "lock").open("ab")
+def _locked(folder: Path) -> int | None:
+    """Lock the folder of a table; None if it is gone, or another process or table has locked it.
+
+    Returns:
+        The lock file, which is locked until it is closed.
+
+    Raises:
+        OSError: The folder or its lock file is not this user's own, or they cannot be opened.
+    """
+    try:
+        here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(here).st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
+            file = filesystem.open_regular("lock", os.O_RDWR | os.O_CREAT, own=True, folder=here)
+        finally:
+            os.close(here)
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        return None
-    return file
-
-
-@contextmanager
-def _making(parent: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Be the only one to make a folder in `parent`; yields False, without waiting, if another is."""
-    descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError:  # or this filesystem locks no folder
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
+        if os.fstat(file).st_nlink:  # else its folder was removed meanwhile
+            return file
+    except BlockingIOError:
+        pass
+    except BaseException:
+        os.close(file)
+        raise
+    os.close(file)
+    return None
 
 
 def _remove_ownerless(parent: Path) -> None:
-    """Remove the folders of processes that were killed, also while they made one."""
-    with _making(parent, wait=False) as alone:
-        for folder in parent.glob("*.new") if alone else ():
-            shutil.rmtree(folder, ignore_errors=True)
-            _log.info("removed %s: the process that made it is gone", folder)
+    """Remove the folders of processes that were killed, and none that another user may have put there."""
     for folder in parent.glob("*.cold"):
-        with suppress(FileNotFoundError):  # its owner, or another process, removes it now
-            # One without a lock is what is left of a removal that was not finished.
-            if (lock := _locked(folder)) is None:
-                continue
-            with lock:
-                size = sum(file.stat().st_size for file in folder.iterdir())
-                shutil.rmtree(folder)
+        try:
+            # One without a lock file is what is left of a removal that was not finished.
+            lock = _locked(folder)
+        except OSError as error:
+            _log.debug("left alone %s: %s", folder, error)
+            continue
+        if lock is None:
+            continue
+        try:
+            size = sum(file.lstat().st_size for file in folder.iterdir())
+            shutil.rmtree(folder)
             _log.info("removed %s (%s bytes): the process that wrote it is gone", folder, f"{size:,}")
+        except OSError as error:
+            # Its owner has made it a moment ago, and locks another file in it.
+            _log.debug("did not remove %s: %s", folder, error)
+        finally:
+            os.close(lock)
 
 
 @contextmanager

@@ -229,7 +229,7 @@ def test_only_plain_objects_are_opened(prefix, tmp_path):
     for name, why in {
         "link": "it is a symbolic link",
         "folder": "Is a directory",
-        "pipe": "has 0 bytes",
+        "pipe": "no ordinary file",
         "missing": "No such file",
     }.items():
         with pytest.raises(RequestError, match=why):

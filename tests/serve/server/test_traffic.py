@@ -34,7 +34,20 @@ def test_a_route_is_a_name_and_targets_with_weights():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ads", "ads=", "=ads", "ads=a b", "ads=ads:x", "ads=ads:1.2.3", "ads=ads:0"]
+    "text",
+    [
+        "",
+        "ads",
+        "ads=",
+        "=ads",
+        "ads=a b",
+        "ads=ads:x",
+        "ads=ads:1.2.3",
+        "ads=ads:0",
+        "ads=ads:" + "9" * 400,
+        "ads=ads:1000000001",
+        "ads=a:1,b:0." + "0" * 20 + "1",
+    ],
 )
 def test_what_is_no_route_is_refused(text):
     with pytest.raises(ConfigError, match="route"):

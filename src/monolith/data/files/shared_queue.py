@@ -20,12 +20,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from monolith import concurrency
 from monolith.data.files.work_queue import LEASE, Clock, FileQueue, Lease, LeaseLedger, are_strings, short
 from monolith.errors import CorruptFileError, DataError, RestoreError, TransientFilesystemError
-from monolith.filesystem import atomic_write
+from monolith.filesystem import atomic_write, make_dirs, open_regular
 from monolith.filesystem.backends import errors_as
 from monolith.observe import Sightings
 
@@ -75,7 +75,7 @@ class SharedFileQueue(FileQueue):
         self._sightings = Sightings(clock, timer)  # guarded by the ledger
         self._folder = Path(folder)
         with errors_as("make the folder of a file queue,", folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_dirs(self._folder)
         # flock is per process, so the threads of this one need their own lock. Always taken before flock.
         self._thread = concurrency.Lock()
         self._names: list[str] = []
@@ -167,7 +167,7 @@ class SharedFileQueue(FileQueue):
             new = [file for file in dict.fromkeys(files) if file not in known]
             path = self._folder / "files.jsonl"
             if new:
-                with errors_as("add to the files of a queue,", path), path.open("ab") as file:
+                with errors_as("add to the files of a queue,", path), _open_shared(path) as file:
                     # Overwrite a partial line of a process that was killed while writing.
                     file.truncate(self._names_bytes)
                     file.write("".join(json.dumps(name) + "\n" for name in new).encode())
@@ -199,7 +199,7 @@ class SharedFileQueue(FileQueue):
         path = self._folder / "lock"
         with self._thread:
             with self._noted(), errors_as("lock a file queue with", path):
-                file = path.open("ab")
+                file = _open_shared(path)
             with file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
                 yield
@@ -299,3 +299,8 @@ class SharedFileQueue(FileQueue):
         }
         with atomic_write(str(self._folder / "ledger.json")) as file:
             file.write(json.dumps(saved).encode())
+
+
+def _open_shared(path: Path) -> BinaryIO:
+    """Open a file of a queue to append to it, or to lock it."""
+    return os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")

@@ -13,7 +13,7 @@ from monolith.checkpoint.folder.state_files import BEST, CHECKPOINT_FILE, LATEST
 from monolith.checkpoint.offline.listing import is_named
 from monolith.errors import ConfigError, FileMissingError, MonolithError
 from monolith.serve.config import ServedFolder, VersionPolicy
-from monolith.serve.manifest import MANIFEST_NAME, WARM_UP, Servable, TensorSpec, read_servable
+from monolith.serve.manifest import MANIFEST_NAME, WARM_UP, Servable, TensorSpec, read_bounded, read_servable
 from monolith.serve.predictor import LoadOptions, Predictor
 from monolith.serve.rows import RowSource
 from monolith.serve.versions import ENTRY, describe_withheld, list_versions, withheld_versions
@@ -210,9 +210,9 @@ def example_row(folder: str, model: Predictor) -> dict[str, Any]:
     """Return a row to ask a model with: the first one of its warm-up requests, or one that is made up."""
     try:
         path = filesystem.join(folder, model.version, WARM_UP)
-        request = json.loads(filesystem.read_bytes(path))["requests"][0]
+        request = json.loads(read_bounded(path))["requests"][0]
         return first_row(request["inputs"])
-    except (MonolithError, ValueError, LookupError, TypeError):
+    except (MonolithError, ValueError, LookupError, TypeError, RecursionError):
         return {one.name: _made_up(one) for one in model.signature.inputs}
 
 

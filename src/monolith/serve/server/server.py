@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import shutil
 import ssl
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from monolith import concurrency
+from monolith import concurrency, filesystem
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, RequestError
 from monolith.observe.metrics import Metrics
@@ -259,7 +258,7 @@ class InferenceServer:
         if config.port is not None:
             # HTTP's listener accepts all connections, ends TLS and relays gRPC to this socket, which only
             # this user can reach.
-            self._folder = Path(tempfile.mkdtemp(prefix="monolith-serve-"))
+            self._folder = filesystem.new_folder("monolith-serve-")
             relay = self._folder / "grpc.sock"
             inner = replace(self._guard, cert=None, key=None, ca=None)
             self._grpc = GrpcPort(self.inference, f"unix:{relay}", inner, self._peers, self._quotas)

@@ -14,7 +14,6 @@ logged: a client that writes to the memory meanwhile changes neither.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import weakref
@@ -22,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from monolith import concurrency
+from monolith import concurrency, filesystem
 from monolith.errors import ForbiddenError, RequestError, RequestTooLargeError
 from monolith.serve.server.batching import Reservation
 
@@ -262,14 +261,12 @@ class SharedMemoryRegions:
         if status.byte_size < 1:
             raise RequestError(f"the region {status.name!r} must have at least 1 byte")
         try:
-            # As shm_open does, and not to wait for the other end of a pipe that has such a name.
-            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            descriptor = os.open(FOLDER / file, flags)
+            descriptor = filesystem.open_regular(FOLDER / file, os.O_RDWR)
         except OSError as cause:
-            why = "it is a symbolic link" if cause.errno == errno.ELOOP else cause.strerror
+            why = cause.strerror or str(cause)
             raise RequestError(f"cannot open the shared memory object {status.key!r}: {why}") from cause
         found = os.fstat(descriptor)
-        if status.offset + status.byte_size > found.st_size:  # a pipe or a device has no bytes
+        if status.offset + status.byte_size > found.st_size:
             os.close(descriptor)
             raise RequestError(
                 f"the shared memory object {status.key!r} has {found.st_size} bytes; the region "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monolith import concurrency
+from monolith import concurrency, filesystem
 from monolith.data.kafka.config import ClientLog, check_settings, import_kafka
 from monolith.errors import ConfigError
 from monolith.feature import Batch
@@ -378,8 +379,10 @@ class DayFiles:
         if not lines:
             return
         try:
-            entry.folder.mkdir(parents=True, exist_ok=True)
-            with (entry.folder / f"part_{entry.part:06d}.txt").open("a", encoding="utf-8") as file:
+            filesystem.make_dirs(entry.folder)
+            part = entry.folder / f"part_{entry.part:06d}.txt"
+            opened = filesystem.open_regular(part, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            with os.fdopen(opened, "a", encoding="utf-8") as file:
                 file.writelines(line + "\n" for line in lines)
         except OSError as error:
             if not self.lost:  # the queue behind this must not fill up, so these lines are gone

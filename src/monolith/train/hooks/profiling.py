@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -140,8 +139,8 @@ class ProfilerHook(Hook):
         filesystem.make_dirs(folder)
         path = filesystem.join(folder, f"steps_{self._began}_{run.step}.json")
         # torch writes to local files only, and the model directory may be anywhere.
-        with tempfile.TemporaryDirectory() as local:
-            trace = Path(local) / "trace.json"
+        with filesystem.temporary_folder() as local:
+            trace = local / "trace.json"
             profiler.export_chrome_trace(str(trace))
             filesystem.copy_file(str(trace), path)
         _log.info("profiled steps %d to %d: %s", self._began, run.step, path)
@@ -295,8 +294,8 @@ class Tracer:
         path = filesystem.join(folder, f"{self._name}_{time.time_ns() // 1_000_000}.json")
         filesystem.make_dirs(folder)
         # torch writes to local files only, and the folder may be anywhere.
-        with tempfile.TemporaryDirectory() as local:
-            file = Path(local) / "trace.json"
+        with filesystem.temporary_folder() as local:
+            file = local / "trace.json"
             recorder.export_chrome_trace(str(file))
             _add_events(file, sampler)
             filesystem.copy_file(str(file), path)
@@ -447,4 +446,5 @@ def _add_events(file: Path, sampler: StackSampler) -> None:
     trace: Mapping[str, Any] = json.loads(file.read_text())
     events = sampler.events(int(trace.get("baseTimeNanoseconds", 0)))
     whole = {**trace, "traceEvents": [*trace.get("traceEvents", []), *events], "process": os.getpid()}
-    file.write_text(json.dumps(whole))
+    with filesystem.atomic_write(file) as written:
+        written.write(json.dumps(whole).encode())
