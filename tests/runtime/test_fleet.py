@@ -731,12 +731,10 @@ def test_a_server_that_has_no_chief_ends_with_an_error_after_a_while(tmp_path: P
                 group.call(0, "server.begin", run="r")
                 group.call(0, "server.attend", run="r", wait=0)
         setting = "timeouts.abandoned" if began else "timeouts.start"
+        none, long = timedelta(), timedelta(hours=1)
+        timeouts = TimeoutsConfig(start=long if began else none, abandoned=none if began else long)
         with pytest.raises(DeadlineExceededError, match=rf"server 0 has had no chief .*{setting}"):
-            share.wait(
-                threading.Event(),
-                start_timeout=timedelta(hours=1) if began else timedelta(),
-                abandoned_after=timedelta() if began else timedelta(hours=1),
-            )
+            share.wait(threading.Event(), timeouts=timeouts)
 
 
 def test_a_server_that_is_told_to_stop_does_not_wait_for_a_chief_that_is_gone(tmp_path: Path) -> None:

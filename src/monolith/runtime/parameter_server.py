@@ -42,7 +42,7 @@ from monolith.errors import (
     SaveError,
     UnavailableError,
 )
-from monolith.runtime.cluster_config import ClusterConfig
+from monolith.runtime.cluster_config import ClusterConfig, TimeoutsConfig
 from monolith.runtime.config import RunConfig
 from monolith.runtime.messages import (
     CALLS,
@@ -195,14 +195,6 @@ LINGER = timedelta(seconds=15)
 """How long a server that is told to stop waits for the chief, who may want to save."""
 
 
-START_TIMEOUT = timedelta(hours=2)
-"""How long a server waits for a chief to begin."""
-
-
-ABANDONED_AFTER = timedelta(minutes=30)
-"""How long a server that lost its chief waits for another."""
-
-
 _CHECK_EVERY = 0.1
 
 
@@ -280,9 +272,7 @@ def serve_parameters(
                 _log.info("parameter server %d of %d listens on %s", index, servers, server.address)
             else:
                 on_serving(shard, server.address)
-            return shard.wait(
-                stop, linger=linger, start_timeout=timeouts.start, abandoned_after=timeouts.abandoned
-            )
+            return shard.wait(stop, linger=linger, timeouts=timeouts)
         finally:
             discovery.deregister("ps", index, server.address)
             shard.close_publishing()
@@ -473,18 +463,21 @@ class ServedShard:
         stop: concurrency.Event,
         *,
         linger: timedelta = LINGER,
-        start_timeout: timedelta = START_TIMEOUT,
-        abandoned_after: timedelta = ABANDONED_AFTER,
+        timeouts: TimeoutsConfig | None = None,
     ) -> ServerEnd:
         """Return when the run is over, or `stop` was set and the chief, if it is there, had time to save.
+
+        Args:
+            timeouts: How long to wait for a chief to begin, and for another one if it is gone.
 
         Raises:
             DeadlineExceededError: There is no chief.
         """
         limit: float | None = None
+        timeouts = timeouts or TimeoutsConfig()
         while not self._over.wait(_CHECK_EVERY):
             if not stop.is_set():
-                self._check_attended(start_timeout, abandoned_after)
+                self._check_attended(timeouts.start, timeouts.abandoned)
                 continue
             if limit is None:
                 if self._run is None:
