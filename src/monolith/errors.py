@@ -53,6 +53,7 @@ One tree, so that a caller can catch a single error, a group or all of them:
     │   └── DeviceFullError     its memory has no room
     ├── MetricError             a metric got values it cannot measure                (also ValueError)
     ├── QueueClosedError        the queue was closed and is empty
+    ├── StoppedWhileWaitingError  a request to stop came while this process waited for others
     ├── ListenError             a port is taken or may not be listened on            (also OSError)
     ├── WrongThreadError        only the main thread may make this call              (also RuntimeError)
     ├── TrainingError           a run cannot continue, or cannot do this             (also RuntimeError)
@@ -421,6 +422,10 @@ class MetricError(MonolithError, ValueError):
 
 class QueueClosedError(MonolithError):
     """The queue was closed, and all its items were taken."""
+
+
+class StoppedWhileWaitingError(MonolithError):
+    """A request to stop came while this process waited for others. Not a failure: nothing was lost by it."""
 
 
 class ListenError(MonolithError, OSError):

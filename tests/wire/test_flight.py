@@ -248,7 +248,7 @@ def test_a_call_that_is_told_to_stop_stops(stack: ExitStack) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(StoppedError):
-        call(stack, serve(stack).address, stop=stop).call("echo")
+        call(stack, serve(stack).address, stops=(threading.Event(), stop)).call("echo")
 
 
 def test_a_wrong_token_is_named_with_the_processes_that_must_agree(stack: ExitStack) -> None:

@@ -10,7 +10,7 @@ Any reader of Arrow sees what each record contains.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any
@@ -191,10 +191,10 @@ class DataCaller(flight.Caller):
         *,
         guard: PortGuard | None = None,
         patience: timedelta = timedelta(),
-        stop: concurrency.Event | None = None,
+        stops: Sequence[concurrency.Event] = (),
         clock: Clock = concurrency.monotonic,
     ) -> None:
-        super().__init__(SERVICE, address, guard=guard, patience=patience, stop=stop, clock=clock)
+        super().__init__(SERVICE, address, guard=guard, patience=patience, stops=stops, clock=clock)
 
 
 _KIND = b"monolith.kind"

@@ -232,7 +232,10 @@ class DataWorker:
     def _dispatcher(self) -> DataCaller:
         """Return a way to call the dispatcher, for one thread."""
         return DataCaller(
-            self._address_of_dispatcher, guard=self._guard, patience=self._config.patience, stop=self._stop
+            self._address_of_dispatcher,
+            guard=self._guard,
+            patience=self._config.patience,
+            stops=(self._stop,),
         )
 
     # Reading
