@@ -32,6 +32,7 @@ from monolith.errors import (
     ConfigError,
     DeadlineExceededError,
     MonolithError,
+    OutOfMemoryError,
     RestoreError,
     UnavailableError,
 )
@@ -735,6 +736,26 @@ def test_a_server_that_has_no_chief_ends_with_an_error_after_a_while(tmp_path: P
         timeouts = TimeoutsConfig(start=long if began else none, abandoned=none if began else long)
         with pytest.raises(DeadlineExceededError, match=rf"server 0 has had no chief .*{setting}"):
             share.wait(threading.Event(), timeouts=timeouts)
+
+
+def test_a_server_without_memory_ends_with_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = ServedShard(TASK, TrainConfig(model_dir=str(tmp_path)), ClusterConfig(role="ps", num_ps=1))
+
+    def full(_: object) -> None:
+        raise MemoryError("rows")
+
+    monkeypatch.setattr(share, "_begin", full)
+    with share.serve("127.0.0.1", 0, None) as server:
+        with (
+            contextlib.closing(ServerGroup([server.address])) as group,
+            pytest.raises(OutOfMemoryError, match=r"no memory left, and ends"),
+        ):
+            group.call(0, "server.begin", run="r")
+        with pytest.raises(OutOfMemoryError, match=r"parameter server 0 has no memory left .*rows"):
+            share.wait(threading.Event())
+    share.close()
 
 
 def test_a_server_that_is_told_to_stop_does_not_wait_for_a_chief_that_is_gone(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from monolith.concurrency import Event, monotonic, sleep
-from monolith.errors import ConfigError, MonolithError, RequestError, RetryableError
+from monolith.errors import ConfigError, MonolithError, OutOfMemoryError, RequestError, RetryableError
 from monolith.wire.bulk import Bytes, TrafficMeter
 from monolith.wire.flight_transport import import_arrow, transport
 from monolith.wire.transport import Connection, NoGuard, PortGuard, Service, StreamEnd, TransportError
@@ -161,7 +161,7 @@ class Caller:
             if "error" not in answer:
                 return dict(answer["answer"])
             kind, message = answer["error"], str(answer["message"])
-        kinds: tuple[type[MonolithError], ...] = (RequestError, *self._service.told)
+        kinds: tuple[type[MonolithError], ...] = (RequestError, OutOfMemoryError, *self._service.told)
         told = {one.__name__: one for one in kinds}
         raise told.get(kind if isinstance(kind, str) else "", self._service.failure)(message)
 
