@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ from monolith.errors import (
 )
 from monolith.feature import Batch
 from monolith.model import DeepFM
-from monolith.runtime import Fleet, FleetCoordinator, Trainer, join_fleet, serve_parameters
+from monolith.runtime import Fleet, FleetCoordinator, Trainer, join_fleet, parameter_server, serve_parameters
 from monolith.runtime import local as alone
 from monolith.runtime.cluster_config import ClusterConfig, TimeoutsConfig
 from monolith.runtime.coordinator import Start
@@ -755,6 +756,21 @@ def test_a_server_without_memory_ends_with_an_error_that_names_it(
             group.call(0, "server.begin", run="r")
         with pytest.raises(OutOfMemoryError, match=r"parameter server 0 has no memory left .*rows"):
             share.wait(threading.Event())
+    share.close()
+
+
+def test_a_server_whose_port_can_start_no_thread_ends_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoMemory:
+        @staticmethod
+        def mmap(*_: object) -> None:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(parameter_server, "mmap", NoMemory)
+    share = ServedShard(TASK, TrainConfig(model_dir=str(tmp_path)), ClusterConfig(role="ps", num_ps=1))
+    with pytest.raises(OutOfMemoryError, match=r"parameter server 0 has no memory left .*Cannot allocate"):
+        share.wait(threading.Event())
     share.close()
 
 
