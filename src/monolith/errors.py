@@ -42,6 +42,7 @@ One tree, so that a caller can catch a single error, a group or all of them:
     │   └── RetryableError      a failure that may be temporary: failover retries
     │       ├── UnavailableError       a peer or a registry is gone                  (also ConnectionError)
     │       │   ├── LostStateError     it restarted, and has lost the state
+    │       │   ├── OutOfMemoryError   it has no memory left for its work, and ends
     │       │   ├── ReplacedError      another process was started in place of this one
     │       │   └── UnpublishedError   the delta channel did not take the last changes of a run
     │       ├── OverloadedError        a server has as many requests as its limits allow
@@ -53,6 +54,7 @@ One tree, so that a caller can catch a single error, a group or all of them:
     │   └── DeviceFullError     its memory has no room
     ├── MetricError             a metric got values it cannot measure                (also ValueError)
     ├── QueueClosedError        the queue was closed and is empty
+    ├── StoppedWhileWaitingError  a request to stop came while this process waited for others
     ├── ListenError             a port is taken or may not be listened on            (also OSError)
     ├── WrongThreadError        only the main thread may make this call              (also RuntimeError)
     ├── TrainingError           a run cannot continue, or cannot do this             (also RuntimeError)
@@ -73,6 +75,9 @@ expected value, and the remedy.
 from __future__ import annotations
 
 import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -141,6 +146,27 @@ class MissingExtraError(MonolithError, ImportError):
             f"{purpose} needs the package {package!r}, which is not installed. "
             f"Install it with: pip install 'monolith-recsys[{extra}]'"
         )
+
+
+@contextmanager
+def optional_package(package: str, extra: str, purpose: str, *modules: str) -> Iterator[None]:
+    """Say in a `with` block around imports which extra is needed, if the package of it is not installed.
+
+    Only that counts as not installed: a package that is there and cannot be loaded (no memory for its
+    libraries, a library of it that is missing) raises its own error.
+
+    Args:
+        modules: The names by which it is imported, unless that is its own.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as cause:
+        if (cause.name or "").partition(".")[0] not in (modules or (package.replace("-", "_"),)):
+            raise
+        raise MissingExtraError(package, extra, purpose) from cause
 
 
 class FilesystemError(MonolithError, OSError):
@@ -349,6 +375,10 @@ class LostStateError(UnavailableError):
     """A server restarted or started another run, and has lost the state that the caller works on."""
 
 
+class OutOfMemoryError(UnavailableError):
+    """A process has no memory left for its work. It ends, for its launcher to start it again."""
+
+
 class UnpublishedError(UnavailableError):
     """The delta channel did not take the last changes of a run, which are saved; its next start publishes
     them."""
@@ -421,6 +451,10 @@ class MetricError(MonolithError, ValueError):
 
 class QueueClosedError(MonolithError):
     """The queue was closed, and all its items were taken."""
+
+
+class StoppedWhileWaitingError(MonolithError):
+    """A request to stop came while this process waited for others. Not a failure: nothing was lost by it."""
 
 
 class ListenError(MonolithError, OSError):
@@ -522,3 +556,25 @@ class RestoreError(MonolithError, ValueError):
         ...     print(str(error).splitlines()[1].strip())
         weight: it has shape (1, 2) in the checkpoint, this model needs (1, 3)
     """
+
+
+OUT_OF_MEMORY = os.EX_OSERR
+"""The exit status of a process that had no memory left: a launcher starts it again."""
+
+_NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "can't start new thread")
+"""Texts of errors of another kind: of the loader of libraries, of torch, and of Python for a thread."""
+
+
+def lacks_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or one that caused it, says that this process has no memory left.
+
+    An `OutOfMemoryError` that another process has answered says nothing about this one.
+    """
+    while error is not None:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            return True
+        foreign = isinstance(error, RuntimeError | ImportError) and not isinstance(error, MonolithError)
+        if foreign and any(text in str(error).lower() for text in _NO_MEMORY):
+            return True
+        error = error.__cause__
+    return False

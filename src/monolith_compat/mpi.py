@@ -24,7 +24,7 @@ from typing import Any
 from monolith import filesystem
 from monolith.cluster.discovery import Discovery
 from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
-from monolith.errors import ConfigError, MissingExtraError
+from monolith.errors import ConfigError, optional_package
 from monolith.runtime.config import RunConfig
 from monolith.runtime.discovery import RankVariables, Scheduler, World, world_from_environment
 
@@ -63,12 +63,16 @@ def world_from_mpi() -> World:
     """Ask MPI itself, which it starts if it has not been.
 
     Raises:
-        MissingExtraError: mpi4py is not installed, or finds no MPI.
+        MissingExtraError: mpi4py is not installed.
+        ConfigError: It finds no MPI.
     """
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as cause:
-        raise MissingExtraError("mpi4py", "mpi", "asking MPI for ranks") from cause
+    with optional_package("mpi4py", "mpi", "asking MPI for ranks"):
+        try:
+            from mpi4py import MPI
+        except RuntimeError as cause:
+            raise ConfigError(
+                f"asking MPI for ranks: mpi4py is installed, and loads no MPI: {cause}"
+            ) from cause
     everyone = MPI.COMM_WORLD
     here = everyone.Split_type(MPI.COMM_TYPE_SHARED)
     try:

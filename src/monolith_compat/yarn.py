@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from monolith.cluster.addresses import Clock, Sleep, get_local_host
 from monolith.cluster.security import Guard, grpc_channel
-from monolith.errors import MissingExtraError
+from monolith.errors import optional_package
 
 __all__ = ["ApplicationMaster", "application_master_address", "get_local_host"]
 
@@ -171,8 +171,6 @@ def _milliseconds(duration: timedelta) -> int:
 
 
 def _import_grpc() -> Any:
-    try:
+    with optional_package("grpcio", "grpc", "talking to the application master", "grpc"):
         import grpc  # type: ignore[import-untyped]
-    except ImportError as cause:
-        raise MissingExtraError("grpcio", "grpc", "talking to the application master") from cause
     return grpc

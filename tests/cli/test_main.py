@@ -18,7 +18,7 @@ import monolith
 from monolith import observe
 from monolith.cli import commands
 from monolith.cli import main as cli
-from monolith.errors import ConfigError, MissingExtraError
+from monolith.errors import ConfigError, MissingExtraError, OutOfMemoryError
 from monolith_bench.options import BenchTableOptions
 
 COMMANDS = commands.all_commands()
@@ -136,6 +136,23 @@ def test_an_error_of_ours_is_one_line_and_exit_two(
     calls.outcome = error
     assert cli.main(["demo"]) == 2
     assert capsys.readouterr().err == f"monolith: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), r"this process has no memory left: .*MemoryError"),
+        (ImportError("libarrow: Cannot allocate memory"), r"this process has no memory left: .*libarrow"),
+        (OutOfMemoryError("parameter server 1 has no memory left"), r"parameter server 1 has no memory left"),
+    ],
+)
+def test_a_process_without_memory_says_so_and_asks_to_be_started_again(
+    calls: Calls, capsys: pytest.CaptureFixture[str], error: Exception, said: str
+) -> None:
+    error.__cause__ = MemoryError()
+    calls.outcome = error
+    assert cli.main(["bench", "table"]) == 71
+    assert re.fullmatch(rf"monolith: {said}.*\n", capsys.readouterr().err)
 
 
 def test_a_bug_of_ours_keeps_its_traceback(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,13 +180,13 @@ def test_no_more_is_read_ahead_than_threads_have_work() -> None:
     owner = Fed()
     ahead = LiveAhead(owner, source, len, threads=4)
     for number in range(60):
-        taken = soon(ahead.take)
+        taken = soon(lambda: ahead.take(Event()))
         assert taken is not None
         assert taken.position == {"next": number + 1}
         taken.work.result(LONG_S)
         # Those that are started, and one that is being read.
         assert source.next <= number + 1 + 4 + 1
-    assert ahead.take() is None
+    assert ahead.take(Event()) is None
     assert ahead.join(LONG_S)
     ahead.close()
 
@@ -207,8 +207,8 @@ def test_what_is_done_and_not_taken_keeps_the_source_from_being_read() -> None:
             assert ahead._changed.wait_for(lambda: not ahead._unfinished, LONG_S)
         for _ in range(threads):
             taken += 1
-            assert soon(ahead.take) is not None
-    assert soon(ahead.take) is None
+            assert soon(lambda: ahead.take(Event())) is not None
+    assert soon(lambda: ahead.take(Event())) is None
     assert source.taken == [threads * (number // threads) for number in range(threads * rounds)]
 
 

@@ -14,6 +14,7 @@ from monolith.runtime.cluster_config import DiscoveryConfig
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_loading import load_run_config, read_run
 from monolith.runtime.discovery import (
+    TORCHRUN_VARIABLES,
     Role,
     assign_role,
     discovery_defaults,
@@ -23,6 +24,7 @@ from monolith.runtime.discovery import (
     open_discovery,
 )
 from monolith_compat.mlp import MLPDiscovery
+from monolith_compat.mpi import MPI_VARIABLES, PMI_VARIABLES
 from monolith_compat.tf_config import TfConfigDiscovery
 from monolith_compat.yarn import application_master
 
@@ -92,6 +94,16 @@ def test_mlp_names_role_and_index():
 def test_a_rank_is_a_worker(environ):
     run = read_run(None, environ, flags=("--cluster.mode", "sync", "--train.model-dir", "m"))
     assert (run.cluster.role, run.cluster.index, run.cluster.num_workers) == ("worker", 2, 4)
+
+
+@pytest.mark.parametrize("names", [TORCHRUN_VARIABLES, MPI_VARIABLES, PMI_VARIABLES])
+def test_the_first_rank_of_a_machine_has_the_port_of_metrics_and_the_rest_take_free_ones(names):
+    flags = ("--cluster.mode", "sync", "--train.model-dir", "m", "--metrics.port", "9100")
+    ports = []
+    for rank in range(4):  # two on each of two machines
+        environ = dict(zip(names, map(str, (rank, 4, rank % 2, 2)), strict=True))
+        ports.append(read_run(None, environ, flags=flags).metrics.port)
+    assert ports == [9100, 0, 9100, 0]
 
 
 def test_tf_config_counts_more_than_mlp_and_mlp_more_than_ranks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -32,12 +33,13 @@ from monolith.errors import (
     ConfigError,
     DeadlineExceededError,
     MonolithError,
+    OutOfMemoryError,
     RestoreError,
     UnavailableError,
 )
 from monolith.feature import Batch
 from monolith.model import DeepFM
-from monolith.runtime import Fleet, FleetCoordinator, Trainer, join_fleet, serve_parameters
+from monolith.runtime import Fleet, FleetCoordinator, Trainer, join_fleet, parameter_server, serve_parameters
 from monolith.runtime import local as alone
 from monolith.runtime.cluster_config import ClusterConfig, TimeoutsConfig
 from monolith.runtime.coordinator import Start
@@ -731,12 +733,45 @@ def test_a_server_that_has_no_chief_ends_with_an_error_after_a_while(tmp_path: P
                 group.call(0, "server.begin", run="r")
                 group.call(0, "server.attend", run="r", wait=0)
         setting = "timeouts.abandoned" if began else "timeouts.start"
+        none, long = timedelta(), timedelta(hours=1)
+        timeouts = TimeoutsConfig(start=long if began else none, abandoned=none if began else long)
         with pytest.raises(DeadlineExceededError, match=rf"server 0 has had no chief .*{setting}"):
-            share.wait(
-                threading.Event(),
-                start_timeout=timedelta(hours=1) if began else timedelta(),
-                abandoned_after=timedelta() if began else timedelta(hours=1),
-            )
+            share.wait(threading.Event(), timeouts=timeouts)
+
+
+def test_a_server_without_memory_ends_with_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = ServedShard(TASK, TrainConfig(model_dir=str(tmp_path)), ClusterConfig(role="ps", num_ps=1))
+
+    def full(_: object) -> None:
+        raise MemoryError("rows")
+
+    monkeypatch.setattr(share, "_begin", full)
+    with share.serve("127.0.0.1", 0, None) as server:
+        with (
+            contextlib.closing(ServerGroup([server.address])) as group,
+            pytest.raises(OutOfMemoryError, match=r"no memory left, and ends"),
+        ):
+            group.call(0, "server.begin", run="r")
+        with pytest.raises(OutOfMemoryError, match=r"parameter server 0 has no memory left .*rows"):
+            share.wait(threading.Event())
+    share.close()
+
+
+def test_a_server_whose_port_can_start_no_thread_ends_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoMemory:
+        @staticmethod
+        def mmap(*_: object) -> None:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(parameter_server, "mmap", NoMemory)
+    share = ServedShard(TASK, TrainConfig(model_dir=str(tmp_path)), ClusterConfig(role="ps", num_ps=1))
+    with pytest.raises(OutOfMemoryError, match=r"parameter server 0 has no memory left .*Cannot allocate"):
+        share.wait(threading.Event())
+    share.close()
 
 
 def test_a_server_that_is_told_to_stop_does_not_wait_for_a_chief_that_is_gone(tmp_path: Path) -> None:

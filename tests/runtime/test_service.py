@@ -265,17 +265,22 @@ def test_a_worker_that_is_only_slow_is_not_lost_and_one_that_is_silent_for_long_
 ) -> None:
     running.news(1)
     assert failure(running, clock, 9) is None
-    assert failure(running, clock, 3) == "worker 1 was lost: it has been silent for 11 s. See its log."
+    assert (
+        failure(running, clock, 3)
+        == "worker 1 was lost: it has been silent for 11 s (timeouts.silence). See its log."
+    )
 
 
-def test_a_worker_that_dies_between_two_questions_is_lost_sooner_than_one_that_hangs(clock: Clock) -> None:
-    call = Caller(CoordinationService(3, clock=clock))
+@pytest.mark.parametrize("silence", [20, 120])
+def test_the_setting_alone_decides_when_a_silent_worker_is_lost(clock: Clock, silence: int) -> None:
+    call = Caller(CoordinationService(3, lost_after=timedelta(seconds=silence), clock=clock))
     call("begin", run="r", num_workers=3)
     call("open", run="r", start=START)
-    call.news(1)  # answered, so no connection breaks when it dies now
-    assert failure(call, clock, 24, tick=4) is None
-    lost = "worker 1 was lost: it has asked for no news for 28 s. See its log."
-    assert failure(call, clock, 4, tick=4) == lost
+    call.news(1)  # answered: no connection breaks if it dies now, or hangs
+    tick = silence // 10
+    assert failure(call, clock, silence, tick=tick) is None
+    lost = f"worker 1 was lost: it has been silent for {silence + tick} s (timeouts.silence). See its log."
+    assert failure(call, clock, 2 * tick, tick=tick) == lost
 
 
 def test_no_worker_is_lost_because_the_service_itself_was_stopped(running: Caller, clock: Clock) -> None:

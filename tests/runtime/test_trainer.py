@@ -16,8 +16,18 @@ from torch import Tensor, nn
 from train.tasks import Clicks, rows_of
 
 from monolith.checkpoint import read_checkpoint_state, read_manifest, read_monolith_checkpoint
-from monolith.errors import ConfigError, DivergedError, ModelDirLockedError, RestoreError
-from monolith.feature import Batch
+from monolith.data import FileSource, JsonMessages, KafkaConfig, KafkaSource, Pipeline
+from monolith.data.files.discovery import Watch as FileWatch
+from monolith.data.formats import CsvFormat
+from monolith.errors import (
+    ConfigError,
+    DivergedError,
+    ModelDirLockedError,
+    RestoreError,
+    StoppedWhileWaitingError,
+)
+from monolith.feature import Batch, FeatureSpec, IdFeature, Label
+from monolith.model import DeepFM
 from monolith.runtime import LocalRun, Trainer
 from monolith.train import (
     AlertConfig,
@@ -29,6 +39,7 @@ from monolith.train import (
     RestoreConfig,
     SaveConfig,
     StepResult,
+    Task,
     TrainConfig,
     TrainingRun,
     WindowRow,
@@ -123,6 +134,61 @@ def test_a_run_ends_when_it_is_asked_to() -> None:
     report = trainer.train()
     assert report.stop_reason == "SIGTERM"
     assert 0 < report.step < 100_000
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_run_whose_live_data_is_quiet_leaves_no_thread_in_a_read(
+    tmp_path: Path, prefetch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = "".join(f"{number},1\n" for number in range(4))
+    (tmp_path / "a.csv").write_text(f"id,click\n{ids}")
+    spec = FeatureSpec(features={"id": IdFeature()}, labels={"click": Label()})
+    looks_at = timedelta(hours=1)
+
+    class Watching(Task):
+        def dataset(self, mode: Mode) -> Any:  # noqa: ARG002
+            watch = FileWatch(str(tmp_path / "*.csv"), every=looks_at)
+            types = {"id": torch.int64, "click": torch.int64}
+            source = FileSource(watch, CsvFormat(types=types), batch_size=2, threads=1)
+            return Pipeline(source).to_batches(spec)
+
+        def model(self) -> Any:
+            return DeepFM(["id"], dim=2)
+
+    class StopLater(Hook):
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
+            if result.step == 2:  # the last one that there is data for
+                threading.Timer(0.1, trainer.stop, ["SIGTERM"]).start()
+
+    before = set(threading.enumerate())
+    config = TrainConfig(model_dir=str(tmp_path / "m"), prefetch=prefetch)
+    trainer = Trainer(Watching(), config, hooks=[StopLater()])
+    report = trainer.train()
+    assert (report.step, report.stop_reason, report.finished) == (2, "SIGTERM", False)
+    assert report.checkpoint == str(tmp_path / "m" / "model.ckpt-2")
+    assert "still being read" not in caplog.text
+    left = {one.name for one in set(threading.enumerate()) - before}
+    assert not left & {"prefetch", "monolith-read-live"}
+
+
+def test_a_run_that_waits_for_a_broker_before_its_first_step_ends_with_the_reason_of_its_stop() -> None:
+    pytest.importorskip("confluent_kafka")
+
+    class Unreachable(Task):
+        def dataset(self, mode: Mode) -> Any:  # noqa: ARG002
+            servers, patience = ("127.0.0.1:1",), timedelta(hours=1)
+            config = KafkaConfig(servers=servers, topics=("t",), group="g", connect_timeout=patience)
+            spec = FeatureSpec(features={"id": IdFeature()}, labels={"click": Label()})
+            source = KafkaSource(config, JsonMessages({"id": torch.int64, "click": torch.int64}))
+            return Pipeline(source).to_batches(spec)
+
+        def model(self) -> Any:
+            return DeepFM(["id"], dim=2)
+
+    trainer = Trainer(Unreachable(), TrainConfig())
+    threading.Timer(0.2, trainer.stop, ["SIGTERM"]).start()
+    with pytest.raises(StoppedWhileWaitingError, match=r"^SIGTERM$"):
+        trainer.train()
 
 
 def test_a_run_that_waits_for_data_ends_when_it_is_asked_to(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from monolith.errors import (
     ConfigError,
     DeadlineExceededError,
     ListenError,
+    OutOfMemoryError,
     RequestError,
     RetryableError,
     TableClosedError,
@@ -48,7 +49,8 @@ SERVICE = Service(
 
 
 def fail(body: dict[str, Any]) -> dict[str, Any]:
-    raise {"told": TableError, "other": TableClosedError, "bug": RuntimeError}[body["kind"]]("no")
+    kinds = {"told": TableError, "other": TableClosedError, "bug": RuntimeError, "memory": MemoryError}
+    raise kinds[body["kind"]]("no")
 
 
 def echo(body: dict[str, Any], data: np.ndarray) -> tuple[dict[str, Any], Any]:
@@ -73,7 +75,9 @@ def serve(stack: ExitStack, **options: Any) -> Server:
         **options.pop("exchanges", {}),
     }
     calls = {"echo": lambda body: body, "fail": fail, **options.pop("calls", {})}
-    others = {name: options.pop(name) for name in ("polls", "fetch", "message") if name in options}
+    others = {
+        name: options.pop(name) for name in ("polls", "fetch", "message", "out_of_memory") if name in options
+    }
     server = Server(SERVICE, Handlers(calls=calls, exchanges=exchanges, **others), **options)
     stack.callback(server.close)
     return server
@@ -244,11 +248,23 @@ def test_an_unknown_address_is_looked_up_again(stack: ExitStack) -> None:
         call(stack, where).call("echo")
 
 
+def test_a_server_without_memory_says_so_and_is_told_to_end(stack: ExitStack) -> None:
+    noted: list[BaseException] = []
+    caller = call(stack, serve(stack, out_of_memory=noted.append).address)
+    with pytest.raises(OutOfMemoryError, match=r"echo service: fail: it has no memory left, and ends"):
+        caller.call("fail", kind="memory")
+    stream = stack.enter_context(closing(caller.open_stream()))
+    stream.send("fail", {"kind": "memory"})
+    with pytest.raises(OutOfMemoryError, match=r"a request of a stream: it has no memory left, and ends"):
+        stream.receive()
+    assert [type(error) for error in noted] == [MemoryError, MemoryError]
+
+
 def test_a_call_that_is_told_to_stop_stops(stack: ExitStack) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(StoppedError):
-        call(stack, serve(stack).address, stop=stop).call("echo")
+        call(stack, serve(stack).address, stops=(threading.Event(), stop)).call("echo")
 
 
 def test_a_wrong_token_is_named_with_the_processes_that_must_agree(stack: ExitStack) -> None:

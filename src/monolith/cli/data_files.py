@@ -29,7 +29,7 @@ from monolith.data import Chunk, Format, Records
 from monolith.data.formats import format_of
 from monolith.data.records import infinite_rows, known_columns
 from monolith.data.statistics import ColumnStatistics, Statistics
-from monolith.errors import ConfigError, CorruptFileError, DataError, MissingExtraError
+from monolith.errors import ConfigError, CorruptFileError, DataError, optional_package
 from monolith.observe import progress
 from monolith.tensors import RaggedTensor
 
@@ -275,10 +275,8 @@ def shown(values: Sequence[object]) -> str:
 
 def plot(statistics: Statistics, path: str) -> None:
     """Draw fill rates, values per record and distinct values of all columns to a picture."""
-    try:
+    with optional_package("matplotlib", "plot", "drawing statistics"):
         from matplotlib.figure import Figure
-    except ImportError as cause:
-        raise MissingExtraError("matplotlib", "plot", "drawing statistics") from cause
     found = sorted(statistics.columns.items(), reverse=True)
     names = [name for name, _ in found]
     panels: dict[str, list[float]] = {

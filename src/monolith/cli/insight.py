@@ -24,7 +24,7 @@ from monolith.cli.export import as_trained, reading_options
 from monolith.cli.options.export import ExportOptions
 from monolith.cli.options.jobs import InsightOptions
 from monolith.cli.task_config import load_reading_run
-from monolith.errors import ConfigError, DataError, FileMissingError, MissingExtraError
+from monolith.errors import ConfigError, DataError, FileMissingError, optional_package
 from monolith.observe import Progress, progress
 from monolith.observe.summaries import (
     EVENT_FILE_MARK,
@@ -311,10 +311,8 @@ def draw_bars(features: Sequence[FeatureImportance], what: str, path: str) -> No
 
 
 def _figure(width: float, bars: int) -> Any:
-    try:
+    with optional_package("matplotlib", "plot", "drawing feature importance"):
         from matplotlib.figure import Figure
-    except ImportError as cause:
-        raise MissingExtraError("matplotlib", "plot", "drawing feature importance") from cause
     return Figure(figsize=(width, 1.6 + 0.28 * bars), layout="constrained")
 
 

@@ -1,7 +1,8 @@
 """`monolith COMMAND ...`: the one place that reads arguments and sets up the process.
 
 Exit status: 0 done, 1 done and something is wrong, 2 could not be done (one line on standard error
-says why, and --traceback shows the traceback), 75 a peer was lost or stopped: the same command, started
+says why, and --traceback shows the traceback), 71 this process had no memory left (EX_OSERR; a launcher
+starts it again), 75 a peer was lost or stopped: the same command, started
 again, resumes (EX_TEMPFAIL of sysexits.h), 130 interrupted. A training run that was ended by SIGINT or
 SIGTERM, and has saved, exits with 130 or 143.
 """
@@ -23,7 +24,14 @@ from typing import Any
 from monolith import __version__
 from monolith.cli.commands import ADDED_BY, COMMANDS, RENAMED, Command, all_commands
 from monolith.cli.options.flags import check_flags, split_run_flags
-from monolith.errors import ConfigError, MonolithError, RetryableError
+from monolith.errors import (
+    OUT_OF_MEMORY,
+    ConfigError,
+    MonolithError,
+    OutOfMemoryError,
+    RetryableError,
+    lacks_memory,
+)
 from monolith.observe.machine import usable_cores
 from monolith.observe.stacks import describe_own_error
 
@@ -74,12 +82,17 @@ def answer(words: Sequence[str]) -> int:
         said = str(error)
         found: Exception = error
     except Exception as error:
-        own = describe_own_error(error)
+        own = describe_own_error(error) or (str(error) if lacks_memory(error) else None)
         if own is None:  # a bug of this package: its report needs the whole traceback
             raise
         said = own if TRACEBACK in words else f"{own} ({TRACEBACK} shows the whole traceback)"
         found = error
     shown = "".join(traceback.format_exception(found)) if TRACEBACK in words else ""
+    if lacks_memory(found):
+        if not isinstance(found, OutOfMemoryError):
+            said = f"this process has no memory left: {said or type(found).__name__}"
+        write_error(f"{shown}monolith: {said}\n")
+        return OUT_OF_MEMORY
     write_error(f"{shown}monolith: {said}\n")
     return retryable_status(words) if isinstance(found, RetryableError) else 2
 

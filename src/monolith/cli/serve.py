@@ -335,7 +335,7 @@ def serve_rows(options: ServeOptions) -> int:
                 f"rows     {server.address}  shard {server.shard}, replica {server.replica} of {server.model}"
             )
             with ClockWatch(metrics):
-                stop.wait()
+                server.serve(stop)
     return 0
 
 

@@ -26,8 +26,8 @@ from monolith.errors import (
     ConfigError,
     DeadlineExceededError,
     DiscoveryError,
-    MissingExtraError,
     UnavailableError,
+    optional_package,
 )
 
 if TYPE_CHECKING:
@@ -148,10 +148,8 @@ class ConsulClient(Closing):
     """
 
     def __init__(self, config: ConsulConfig, clock: Clock = concurrency.monotonic) -> None:
-        try:
+        with optional_package("httpx", "consul", "discovery through Consul"):
             import httpx
-        except ImportError as cause:
-            raise MissingExtraError("httpx", "consul", "discovery through Consul") from cause
         self._config = config
         self._clock = clock
         self._lock = concurrency.Lock()  # guards the two below, and is never held during a call

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from monolith import concurrency
 from monolith.config import Checked, Problem, Secret, looks_secret
-from monolith.errors import ConfigError, ListenError, MissingExtraError
+from monolith.errors import ConfigError, ListenError, optional_package
 from monolith.wire.grpc_ports import import_grpc
 from monolith.wire.proof import CallerProof, PortProof
 
@@ -542,8 +542,6 @@ def _is_sendable(text: str) -> bool:
 
 
 def _import_flight() -> Any:
-    try:
+    with optional_package("pyarrow", "arrow", "a Flight connection"):
         from pyarrow import flight  # type: ignore[import-untyped]
-    except ImportError as cause:
-        raise MissingExtraError("pyarrow", "arrow", "a Flight connection") from cause
     return flight

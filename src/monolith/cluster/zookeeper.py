@@ -28,7 +28,7 @@ from monolith.cluster.discovery import (
     check_role,
     closed_error,
 )
-from monolith.errors import ClusterError, ConfigError, DiscoveryError, MissingExtraError, UnavailableError
+from monolith.errors import ClusterError, ConfigError, DiscoveryError, UnavailableError, optional_package
 
 if TYPE_CHECKING:
     from kazoo.client import KazooClient
@@ -588,11 +588,9 @@ class _Discreet(logging.LoggerAdapter[logging.Logger]):
 
 
 def _connect(config: ZooKeeperConfig) -> KazooClient:
-    try:
+    with optional_package("kazoo", "zookeeper", "discovery through ZooKeeper"):
         from kazoo.client import KazooClient
         from kazoo.handlers.threading import KazooTimeoutError
-    except ImportError as cause:
-        raise MissingExtraError("kazoo", "zookeeper", "discovery through ZooKeeper") from cause
     client = KazooClient(
         hosts=config.servers,
         timeout=config.session_timeout.total_seconds(),

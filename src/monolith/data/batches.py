@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from monolith.concurrency import Future, ThreadPoolExecutor
+from monolith.concurrency import Event, Future, ThreadPoolExecutor
 from monolith.data.bad_values import BadRecords, BadTally, BadValues
 from monolith.data.format import BadRecord
 from monolith.data.live_ahead import InWork, LiveAhead
@@ -62,6 +62,8 @@ class BatchStage(Stage[Batch, Records]):
         self._threads = threads
         self._position: Position | None = None  # of the consumer; None: that of the upstream
         self._ahead: LiveAhead[Any] | None = None
+        self._until = Event()
+        """Set to read no more in place of waiting."""
         self._resumed = False
         self._raw: PassThroughColumns | None = None
         self._dropped = BadTally()  # since the last time reading began
@@ -80,7 +82,7 @@ class BatchStage(Stage[Batch, Records]):
         if threads and not self._source.repeats_order:
             yield from self._made_of_live(threads)
             return
-        make = self._maker()
+        make, until = self._maker(), self._until
         self._dropped = make.tally
         if not threads:
             with closed_after(self._source) as batches:
@@ -88,7 +90,8 @@ class BatchStage(Stage[Batch, Records]):
                     made = make(each)
                     if made is not None:
                         yield made
-            make.end()
+            if not until.is_set():
+                make.end()
             return
         with closing(self._pulled(threads)) as started:
             for one in started:
@@ -96,7 +99,8 @@ class BatchStage(Stage[Batch, Records]):
                 self._position = one.position
                 if made is not None:
                     yield made
-        make.end()
+        if not until.is_set():
+            make.end()
         self._position = None
 
     def _pulled(self, threads: int) -> Generator[InWork[Any]]:
@@ -132,8 +136,10 @@ class BatchStage(Stage[Batch, Records]):
         self._dropped = make.tally
         while True:
             try:
-                one = ahead.take()
+                one = ahead.take(self._until)
                 if one is None:
+                    if self._until.is_set():
+                        return  # a later iteration continues with what is read ahead
                     break
                 made = make(one.records, one.work)
             except BaseException:
@@ -158,12 +164,19 @@ class BatchStage(Stage[Batch, Records]):
         if ahead is None:
             return
         ahead.close()
-        if not ahead.join():
+        if ahead.join():
+            self._source.read_until(self._until)
+        else:
             self._ahead = ahead
             raise DataError(
                 "pipeline: the source is still being read by a thread that waits for data, so it cannot be "
                 "read from another place; make a new one"
             )
+
+    def read_until(self, stop: Event) -> None:
+        self._until = stop
+        if self._ahead is None:  # otherwise the source belongs to the thread that reads it
+            super().read_until(stop)
 
     def position(self) -> Position:
         return super().position() if self._position is None else self._position

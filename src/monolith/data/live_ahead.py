@@ -31,6 +31,10 @@ _PATIENCE_S = 30.0
 """How long to wait for a source whose read was stopped."""
 
 
+_LOOK_S = 0.2
+"""How often a consumer that waits looks whether it is told to stop."""
+
+
 class InWork(NamedTuple, Generic[Made]):
     """Records that a thread works on, and the position after them."""
 
@@ -70,15 +74,18 @@ class LiveAhead(Generic[Made]):
         self._thread = Thread(target=self._read, name="monolith-read-live", daemon=True)
         self._thread.start()
 
-    def take(self) -> InWork[Made] | None:
-        """Return the oldest item, which may still be worked on; None at the end of the stream.
+    def take(self, until: Event) -> InWork[Made] | None:
+        """Return the oldest item, which may still be worked on; None at the end of the stream, or, in place
+        of waiting, once an event is set.
 
         Raises:
             DataError: It was closed.
             BaseException: What the source raised, once.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._started or self._ended or self._closed)
+            while not self._changed.wait_for(lambda: self._started or self._ended or self._closed, _LOOK_S):
+                if until.is_set():
+                    return None
             if self._closed:
                 raise DataError("pipeline: restored or closed while it was being read")
             if self._started:

@@ -198,7 +198,10 @@ class Stream(ABC, Generic[Item_co]):
     def read_until(self, stop: Event) -> None:
         """End the iterations from now on, in place of waiting for data, once an event is set.
 
-        Iterating again continues from the position. A source that never waits for others need not do it.
+        Whatever the source waits for then, it stops within a second: new data, a server that does not answer,
+        a retry. Iterating again continues from the position. A source that never waits need not do it.
+
+        Other methods wait for no server any more, either: they raise `StoppedWhileWaitingError`.
         """
         del stop
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, Protocol, cast
 
 from monolith.concurrency import machine
-from monolith.errors import FileMissingError, FilesystemError, TransientFilesystemError
+from monolith.errors import FileMissingError, FilesystemError, TransientFilesystemError, lacks_memory
 from monolith.filesystem.paths import AnyPath, base_name, is_url, normal_url
 from monolith.filesystem.private import open_regular
 
@@ -102,6 +102,8 @@ def locate(path: AnyPath) -> tuple[Backend, str]:
     try:
         filesystem, inner = url_to_fs(text)
     except ImportError as cause:
+        if lacks_memory(cause):
+            raise
         raise FilesystemError(
             f"cannot open {text}: {protocol}:// needs a package that is not installed: {cause}. "
             "Install it with pip."

@@ -33,7 +33,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from monolith.errors import FilesystemError, MissingExtraError, TransientFilesystemError
+from monolith.errors import FilesystemError, TransientFilesystemError, optional_package
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
@@ -296,10 +296,8 @@ def summary_metadata(
     description: str | None = None, content: bytes | str = b"", plugin_name: str = PLUGIN_NAME
 ) -> SummaryMetadata:
     """Return the metadata by which TensorBoard hands a tensor to a plugin."""
-    try:
+    with optional_package("tensorboard", "tensorboard", _PURPOSE):
         from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
-    except ImportError as cause:
-        raise MissingExtraError("tensorboard", "tensorboard", _PURPOSE) from cause
     return summary_pb2.SummaryMetadata(
         plugin_data=summary_pb2.SummaryMetadata.PluginData(
             plugin_name=plugin_name, content=content.encode() if isinstance(content, str) else content
@@ -332,10 +330,8 @@ class SummaryWriter:
         clock: Callable[[], float] = concurrency.time,
         timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
-        try:
+        with optional_package("tensorboard", "tensorboard", _PURPOSE):
             from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
-        except ImportError as cause:
-            raise MissingExtraError("tensorboard", "tensorboard", _PURPOSE) from cause
         self.folder = folder
         self._clock, self._timer = clock, timer
         self._closed = False
@@ -452,11 +448,9 @@ def read_summaries(paths: Iterable[str], plugin_name: str = PLUGIN_NAME) -> Iter
     Raises:
         MissingExtraError: tensorboard is not installed.
     """
-    try:
+    with optional_package("tensorboard", "tensorboard", _PURPOSE):
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # type: ignore[import-untyped]
         from tensorboard.util.tensor_util import make_ndarray
-    except ImportError as cause:
-        raise MissingExtraError("tensorboard", "tensorboard", _PURPOSE) from cause
     for path in paths:
         known: dict[str, SummaryMetadata] = {}  # writers may leave it out after the first record of a tag
         for event in EventFileLoader(path).Load():

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from monolith import concurrency
 from monolith.checkpoint.folder.state_files import absolute_path
 from monolith.data import Epochs, Shard, Stream, WorkQueueSource, as_stream
 from monolith.data.source import Position
@@ -31,6 +32,10 @@ from monolith.train.task import Mode, Task
 LIVE_UPDATE_AFTER_S = 0.002
 """How long the update of a batch of a live stream waits for the next batch, to be sent together with it.
 Servers publish it only after the update, so the wait is part of every answer's age."""
+
+
+STOP_WITHIN_S, READ_WITHIN_S = 3.0, 30.0
+"""How long a source may stay in a read that is to end: if the process was asked to stop, and otherwise."""
 
 
 class ReadBatch(NamedTuple):
@@ -119,6 +124,7 @@ class TrainingBatches:
         stream: The data; closed by `close`.
         idle: Called again and again while there is no data; returns whether to stop waiting.
         clock: Unix seconds, for when a batch was read.
+        stop: Set once this process was asked to stop.
     """
 
     def __init__(
@@ -130,8 +136,12 @@ class TrainingBatches:
         *,
         idle: Callable[[], bool],
         clock: Callable[[], float],
+        stop: concurrency.Event | None = None,
     ) -> None:
         self._model = model
+        self._stop = concurrency.Event() if stop is None else stop
+        self._reading = concurrency.Event()
+        """Set to end the reading of the pipeline that is open, whatever its source waits for."""
         self.stream = stream
         self._membership = membership = coordinator.membership
         self._placement = coordinator.placement
@@ -145,6 +155,7 @@ class TrainingBatches:
         """The same, if the chief assigns its work instead of a queue."""
         if self.assigned_queue is not None:
             self.assigned_queue.defer_to_chief()
+        stream.read_until(self._stop)
         self.position = stream.position()
         """After the last batch trained on."""
         self.starts: list[Position] = []
@@ -163,8 +174,6 @@ class TrainingBatches:
         self.send_ahead = False
         """Whether batches are sent by the thread that reads ahead: it brings rows from host memory, too."""
         self._pipeline: _Pipeline | None = None
-        self.interrupted = False
-        """Whether this process was asked to stop, and should not wait for data."""
         self.reassigned = False
         """Whether `position` was assigned by the chief, and the data is still to be read from there."""
         self.work_returned = False
@@ -172,6 +181,11 @@ class TrainingBatches:
         it ended before, may have more now."""
         self._draining = False
         """Whether `drain` waits, so that ranks do not wait for data meanwhile."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this process was asked to stop, and should not wait for data."""
+        return self._stop.is_set()
 
     @property
     def live(self) -> bool:
@@ -208,22 +222,31 @@ class TrainingBatches:
         """Stop waiting for data: a step that waits is not taken. From any thread."""
         # Before the pipeline is looked at: `_open` looks at this after it has made one, so one of the two
         # threads sees the other.
-        self.interrupted = True
+        self._stop.set()
         pipeline = self._pipeline  # once: the training thread may close it at any time
         # In lockstep all ranks must stop at the same step: the interrupt is exchanged at the next `at_step`.
         if pipeline is not None and not self._membership.lockstep:
             pipeline.interrupt()
+            self._reading.set()  # without a thread that reads ahead, the training thread waits for the source
 
     def stop_waiting(self) -> None:
         """Stop waiting for data, on all ranks at the same place: called by `idle`."""
-        self.interrupted = True
+        self._stop.set()
         if self._pipeline is not None:
             self._pipeline.interrupt()
 
     def close_pipeline(self) -> bool:
         """Stop reading ahead; return False if the source is blocked in a read."""
         pipeline, self._pipeline = self._pipeline, None
-        return pipeline is None or pipeline.close()
+        if pipeline is None:
+            return True
+        self._reading.set()
+        # A source of this library ends its reading by then. One that does not is waited for only if the
+        # data is read again, and not by a process that was asked to stop.
+        if not pipeline.close(STOP_WITHIN_S if self.interrupted else READ_WITHIN_S):
+            return False
+        self.stream.read_until(self._stop)  # it may be asked for its position, or restored
+        return True
 
     def close(self) -> None:
         self.close_pipeline()
@@ -237,6 +260,8 @@ class TrainingBatches:
             return self._pipeline
         config, model, lockstep = self._config, self._model, self._membership.lockstep
         self.work_returned = False
+        self._reading = concurrency.Event()
+        self.stream.read_until(self._reading)
         # A deterministic run waits for data however long it takes; but a worker on a queue may wait for
         # work that another one has, and must take part in pauses meanwhile.
         waits = config.deterministic and self.work_queue is None
@@ -275,6 +300,7 @@ class TrainingBatches:
         )
         if self.interrupted and not lockstep:
             pipeline.interrupt()
+            self._reading.set()
         return pipeline
 
     def _read(self) -> Iterator[ReadBatch]:

@@ -280,14 +280,14 @@ class TimeoutsConfig(Checked):
     """The longest that one exchange between ranks may take: as long as the slowest of them takes for a
     step."""
     silence: timedelta = timedelta(seconds=60)
-    """How long a worker may be silent over a working connection before it counts as lost. A broken connection
-    is noticed at once."""
+    """How long a worker may be silent before it counts as lost. A connection that breaks is noticed at once;
+    this is for a process that hangs, that was stopped, or whose machine is gone."""
     abandoned: timedelta = timedelta(minutes=30)
     """How long a parameter server whose chief is gone waits for another before it ends with an error."""
 
     def problems(self) -> Iterator[Problem]:
-        yield from not_negative(self, "start", "finish", "silence", "abandoned")
-        for name in ("operation", "lookup", "exchange"):
+        yield from not_negative(self, "start", "finish", "abandoned")
+        for name in ("operation", "lookup", "exchange", "silence"):
             given = getattr(self, name)
             if given is not None and given <= timedelta(0):
                 yield Problem((name,), f"must be more than 0, got {given}")

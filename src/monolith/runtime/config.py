@@ -61,7 +61,8 @@ class MetricsConfig(Checked):
     prefix: str | None = None
     """The prefix of metric names; None means monolith."""
     port: int | None = None
-    """The port on which metrics are served to Prometheus; 0 takes a free one, None serves none."""
+    """The port on which metrics are served to Prometheus; 0 takes a free one, None serves none. Of several
+    processes that a launcher starts on one machine, only the first has it, and the rest take free ones."""
     host: str = "127.0.0.1"
     """The address of the metrics port. One that other machines can reach needs certificates or a token: see
     security."""

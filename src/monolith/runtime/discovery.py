@@ -242,18 +242,23 @@ def assign_role(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
     """Return the config with the role and index that the launcher of this process set.
 
     TF_CONFIG and MLP set them for any role, torchrun and mpirun for ranks. Otherwise flags, environment and
-    file set them. A scheduler also sets counts that the config leaves at their defaults.
+    file set them. A scheduler also sets counts that the config leaves at their defaults. Of several ranks on
+    one machine only the first has the port of the metrics that the config names.
 
     Raises:
         ConfigError: The scheduler names no role, or one that a run does not have.
     """
     if config.job.local:
         return config
+    world = world_from_environment(environ)
+    if world is not None and world.local_rank and config.metrics.port:
+        # The first rank of a machine has the port of the config, as `--launch local` gives it to the chief.
+        config = replace(config, metrics=replace(config.metrics, port=0))
     cluster = config.cluster
     scheduler = scheduler_of(config.discovery)
     role = None if scheduler is None else scheduler.role(config, environ)
     if role is None:
-        if cluster.mode == "sync" and (world := world_from_environment(environ)) is not None:
+        if cluster.mode == "sync" and world is not None:
             return replace(config, cluster=replace(cluster, index=world.rank, num_workers=world.size))
         return config
     if role.kind not in ROLES:

@@ -102,6 +102,10 @@ NEWS_EVERY = timedelta(seconds=POLL)
 """How often a worker reports that it is alive. It learns news at once: its question waits at server 0."""
 
 
+ASKS_IN_SILENCE = 3
+"""How often a worker reports, at least, in the time after which a silent one is lost."""
+
+
 FAREWELL = timedelta(minutes=2)
 """How long the chief waits for present workers to learn that the run is over."""
 
@@ -176,7 +180,8 @@ class Fleet:
         self._process = process
         self._start_timeout = timeouts.start
         self._finish_timeout = timeouts.finish
-        self._news_every = news_every.total_seconds()
+        # A worker without news is silent between two questions, and must not count as lost for that.
+        self._news_every = min(news_every, timeouts.silence / ASKS_IN_SILENCE).total_seconds()
         self._how = keep_going
         self._clock = clock
         self._stores = 0

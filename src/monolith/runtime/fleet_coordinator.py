@@ -20,7 +20,7 @@ from dataclasses import replace
 from monolith import concurrency
 from monolith.data import WorkQueueSource
 from monolith.data.source import Position
-from monolith.errors import BarrierAlreadyPlacedError, ClusterError, ConfigError, RetryableError
+from monolith.errors import BarrierAlreadyPlacedError, ClusterError, ConfigError, RetryableError, lacks_memory
 from monolith.runtime.coordinator import (
     Continue,
     CoordinatorStatus,
@@ -349,8 +349,8 @@ class FleetCoordinator:
         """
         fleet = self._fleet
         if outcome.failed:
-            retryable = isinstance(outcome.error, RetryableError)
             error = outcome.error
+            retryable = isinstance(error, RetryableError) or lacks_memory(error)
             why = "it was ended" if error is None else f"{type(error).__name__}: {error}"
             fleet.fail(why, final=not retryable, lost=retryable)
             return False

@@ -21,6 +21,7 @@ shard meanwhile; see `standbys`.
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -39,10 +40,11 @@ from monolith.errors import (
     ConfigError,
     DeadlineExceededError,
     FeatureError,
+    OutOfMemoryError,
     SaveError,
     UnavailableError,
 )
-from monolith.runtime.cluster_config import ClusterConfig
+from monolith.runtime.cluster_config import ClusterConfig, TimeoutsConfig
 from monolith.runtime.config import RunConfig
 from monolith.runtime.messages import (
     CALLS,
@@ -195,12 +197,12 @@ LINGER = timedelta(seconds=15)
 """How long a server that is told to stop waits for the chief, who may want to save."""
 
 
-START_TIMEOUT = timedelta(hours=2)
-"""How long a server waits for a chief to begin."""
+_THREAD_BYTES = 8 << 20
+"""Bytes of address space that a thread of the port takes."""
 
 
-ABANDONED_AFTER = timedelta(minutes=30)
-"""How long a server that lost its chief waits for another."""
+_LOOKS_WITHOUT_MEMORY = 10
+"""Looks in a row, `_CHECK_EVERY` apart, after which a server without memory for a thread ends."""
 
 
 _CHECK_EVERY = 0.1
@@ -280,9 +282,7 @@ def serve_parameters(
                 _log.info("parameter server %d of %d listens on %s", index, servers, server.address)
             else:
                 on_serving(shard, server.address)
-            return shard.wait(
-                stop, linger=linger, start_timeout=timeouts.start, abandoned_after=timeouts.abandoned
-            )
+            return shard.wait(stop, linger=linger, timeouts=timeouts)
         finally:
             discovery.deregister("ps", index, server.address)
             shard.close_publishing()
@@ -379,6 +379,9 @@ class ServedShard:
         self._share = (index, num_ps) if index < num_ps else None
         self._held = None if self._share is None else self._make(self._share)
         self._run: str | None = None
+        self._no_memory: BaseException | None = None
+        self._without_memory = 0
+        """Looks in a row that found no memory for a thread."""
         self._finished = False
         self._chief = _Attendance(clock)
         self._server: ParameterServer | None = None
@@ -407,6 +410,7 @@ class ServedShard:
                 | typed_calls(STANDBY_CALLS, self.standby_calls),
                 polls=typed_polls(CALLS, polls, longest=longest),
                 exchanges={"publish.weights": typed_exchange(PublishedWeights, self._take_weights)},
+                out_of_memory=self._end_for_memory,
             ),
             limits=limits,
         )
@@ -473,18 +477,23 @@ class ServedShard:
         stop: concurrency.Event,
         *,
         linger: timedelta = LINGER,
-        start_timeout: timedelta = START_TIMEOUT,
-        abandoned_after: timedelta = ABANDONED_AFTER,
+        timeouts: TimeoutsConfig | None = None,
     ) -> ServerEnd:
         """Return when the run is over, or `stop` was set and the chief, if it is there, had time to save.
 
+        Args:
+            timeouts: How long to wait for a chief to begin, and for another one if it is gone.
+
         Raises:
             DeadlineExceededError: There is no chief.
+            OutOfMemoryError: There was no memory for a request.
         """
         limit: float | None = None
+        timeouts = timeouts or TimeoutsConfig()
         while not self._over.wait(_CHECK_EVERY):
             if not stop.is_set():
-                self._check_attended(start_timeout, abandoned_after)
+                self._check_attended(timeouts.start, timeouts.abandoned)
+                self._check_memory()
                 continue
             if limit is None:
                 if self._run is None:
@@ -495,9 +504,31 @@ class ServedShard:
                 return ServerEnd("stopped during a run")
             elif self._chief.absent_for() > RETURN_WITHIN:  # it will not save any more
                 return ServerEnd("stopped during a run whose chief is gone")
+        if self._no_memory is not None:
+            raise OutOfMemoryError(
+                f"parameter server {self._index} has no memory left for its rows: {self._no_memory}. It ends "
+                "and may be started again; give its machine more memory, or the run more servers, or rows an "
+                "expiry"
+            ) from self._no_memory
         if self._finished:
             return ServerEnd("the run is over", finished=True)
         return ServerEnd("the run was stopped before its end; start it again to resume")
+
+    def _check_memory(self) -> None:
+        """End if there is no memory for a thread: the port then answers nothing, and no handler sees why."""
+        try:
+            mmap.mmap(-1, _THREAD_BYTES).close()  # reserved and not touched: it takes microseconds
+        except OSError as error:
+            self._without_memory += 1
+            if self._without_memory >= _LOOKS_WITHOUT_MEMORY:
+                self._end_for_memory(error)
+        else:
+            self._without_memory = 0
+
+    def _end_for_memory(self, error: BaseException) -> None:
+        """Have `wait` raise: updates may be half applied, so a run must not continue with this process."""
+        self._no_memory = error  # before the event: `wait` reads it after
+        self._over.set()
 
     def _check_attended(self, start_timeout: timedelta, abandoned_after: timedelta) -> None:
         alone = self._chief.absent_for()

@@ -243,7 +243,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
     def exhausted(self) -> bool:
         """Whether the items have ended and `next` has returned all of them; not if it was interrupted."""
         with self._changed:
-            return self._ended and not self._ready
+            return self._ended and not self._ready and not self._interrupted
 
     def interrupt(self) -> None:
         """Let `next` wait no more; from any thread. If nothing is read ahead, it waits all the same."""
@@ -287,8 +287,11 @@ class PrefetchPipeline(Generic[Item, Rows]):
                 self._look_up_again()
             self._raise()
 
-    def close(self) -> bool:
+    def close(self, patience: float = 30.0) -> bool:
         """End the thread. Pushed work that was not done is reported: `drain` comes before a clean end.
+
+        Args:
+            patience: Seconds to wait for a source that is in a read.
 
         Returns:
             False if the source is blocked in a read, so that its items are still being read.
@@ -303,9 +306,11 @@ class PrefetchPipeline(Generic[Item, Rows]):
         if self._thread is not None and self._begun:
             # A source may be blocked in a read that nothing can interrupt. Its iterator cannot be closed from
             # here while the thread is inside it.
-            self._thread.join(30)
+            self._thread.join(patience)
             if self._thread.is_alive():
-                _log.warning("the source is still being read after 30 s; its thread ends when that returns")
+                _log.warning(
+                    "the source is still being read after %g s; its thread ends when that returns", patience
+                )
                 return False
         close = getattr(self._items, "close", None)
         if close is not None:

@@ -24,7 +24,7 @@ from monolith.cluster import Discovery, Waiting
 from monolith.cluster.security import guard_listener, ssl_context
 from monolith.cluster.status import STATUS_PATH
 from monolith.data.reading_process import ReadingProcess, may_fork
-from monolith.errors import ConfigError, MonolithError
+from monolith.errors import ConfigError, MonolithError, StoppedWhileWaitingError
 from monolith.observe import ClockWatch, Metrics
 from monolith.observe.logs import name_process
 from monolith.observe.machine import usable_cores
@@ -54,10 +54,6 @@ SAY_EVERY = timedelta(seconds=15)
 """How often a wait for other processes is reported while nothing changes."""
 
 Show = Callable[[TrainStatus], None]
-
-
-class StoppedWhileWaitingError(Exception):
-    """A request to stop came while this process waited for others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

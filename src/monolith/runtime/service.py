@@ -77,6 +77,7 @@ from typing import TypeVar
 
 from monolith import concurrency
 from monolith.errors import ConfigError, RequestError, UnavailableError
+from monolith.runtime.cluster_config import TimeoutsConfig
 from monolith.runtime.coordinator import Start, WorkerState
 from monolith.runtime.messages import (
     AllLostUpdates,
@@ -125,18 +126,13 @@ LONGEST_WAIT = 20.0
 """The most seconds that a call waits, whatever it asks for."""
 
 
-LOST_AFTER = timedelta(seconds=60)
+LOST_AFTER = TimeoutsConfig().silence
 """A worker that is silent for this long is lost although its connection is open: it hangs, or was stopped, or
 its machine is gone."""
 
 
 RETURN_WITHIN = 2.0
 """Seconds that a worker has to reconnect."""
-
-
-ASK_WITHIN = 25.0
-"""Seconds that a worker has to ask again after an answer: one that dies between two questions has no
-connection that breaks. Longer than a process may be stopped without being lost."""
 
 
 STOPPED_FOR = 5.0
@@ -255,8 +251,6 @@ class _Run:
     """Worker -> when its last call arrived."""
     parted: dict[int, float] = field(default_factory=dict)
     """Worker -> when its connection broke, until it asks again."""
-    answered: dict[int, float] = field(default_factory=dict)
-    """Worker -> when it was answered, until it asks again."""
     questions: dict[int, int] = field(default_factory=dict)
     """Worker -> how often it has asked for news: only the newest question tells whether it is there."""
     stop: str | None = None
@@ -693,7 +687,6 @@ class CoordinationService:
                 run.updates.setdefault(served.incarnation, {}).setdefault(worker, 0)
             run.heard[worker] = self._clock()
             run.parted.pop(worker, None)
-            run.answered.pop(worker, None)
             if run.hands_out:
                 self._note(run)
             return Joined(run.name, run.start, state=run.safe.get(worker), servers=_by_text(run.servers))
@@ -719,7 +712,6 @@ class CoordinationService:
                 run.updates.setdefault(incarnation, {}).setdefault(body.worker, updates)
             run.heard[body.worker] = self._clock()
             run.parted.pop(body.worker, None)
-            run.answered.pop(body.worker, None)
             run.lost.pop(body.worker, None)
             if run.hands_out:
                 self._begin_with_nothing(run, body.worker)  # unless its last saved state is known
@@ -744,7 +736,6 @@ class CoordinationService:
             self._check_member(run, worker, body.member)
             run.heard[worker] = self._clock()
             run.parted.pop(worker, None)
-            run.answered.pop(worker, None)
             run.lost.pop(worker, None)
             question = run.questions[worker] = run.questions.get(worker, 0) + 1
             run.trained[worker] = max(run.trained.get(worker, 0), body.examples)
@@ -763,7 +754,7 @@ class CoordinationService:
             # Both again: while this waited, the chief may have started another run, or fenced this worker.
             run = self._of(body.run)
             self._check_member(run, worker, body.member)
-            run.heard[worker] = run.answered[worker] = self._clock()
+            run.heard[worker] = self._clock()
             if run.over:
                 run.told.add(worker)
                 self._changed.notify_all()
@@ -861,20 +852,19 @@ class CoordinationService:
         if slept:
             run.heard = dict.fromkeys(run.heard, now)
             run.parted = dict.fromkeys(run.parted, now)
-            run.answered = dict.fromkeys(run.answered, now)
         for worker, last in run.heard.items():
             if run.over or not run.allows(worker, WorkerEvent.LOSE):
                 continue
             name = "worker 0, the chief," if worker == 0 else f"worker {worker}"
-            # Three ways to be lost, from the quickest to notice to the slowest: a process that died breaks
-            # its connection; one that died between two questions has none; one that hangs keeps it open.
+            # Two ways to be lost: a process that died breaks the connection of its question; one that hangs
+            # keeps it open, and one that died between two questions has none.
             if now - run.parted.get(worker, now) > RETURN_WITHIN:
                 self._lose(run, worker, f"{name} was lost: its connection broke. See its log.")
-            elif now - run.answered.get(worker, now) > ASK_WITHIN:
-                silent = f"{name} was lost: it has asked for no news for {now - last:.0f} s. See its log."
-                self._lose(run, worker, silent)
             elif now - last > self._lost_after:
-                silent = f"{name} was lost: it has been silent for {now - last:.0f} s. See its log."
+                silent = (
+                    f"{name} was lost: it has been silent for {now - last:.0f} s (timeouts.silence). "
+                    "See its log."
+                )
                 self._lose(run, worker, silent)
 
     def _lose(self, run: _Run, worker: int, why: str) -> None:

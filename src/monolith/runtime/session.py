@@ -52,6 +52,7 @@ class Session:
         report: Given "head/metric" and the row of each window that ends.
         clock: Unix seconds, which event times are compared with.
         metrics: Counts evictions of expired rows.
+        stop: Set once this process was asked to stop; see `interrupt`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Session:
         report: Callable[[str, WindowRow], None] | None = None,
         clock: Callable[[], float] = concurrency.time,
         metrics: Metrics | None = None,
+        stop: concurrency.Event | None = None,
     ) -> None:
         assert model.sparse is not None
         self.task = model.task
@@ -72,7 +74,9 @@ class Session:
         self.coordinator = coordinator
         expiry = RowExpiry(config.expiry, wall=clock, metrics=metrics)
         self.progress = RunProgress(model.sparse, config, expiry)
-        self.batches = TrainingBatches(model, stream, coordinator, config, idle=self._idle, clock=clock)
+        self.batches = TrainingBatches(
+            model, stream, coordinator, config, idle=self._idle, clock=clock, stop=stop
+        )
         self.training_step = TrainingStep(coordinator, model, self.batches, self.progress, clock=clock)
         counts = self.training_step.hot_counts
         if metrics is not None and counts:

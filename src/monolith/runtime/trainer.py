@@ -45,6 +45,7 @@ from monolith.errors import (
     DeviceFullError,
     DivergedError,
     RestoreError,
+    StoppedWhileWaitingError,
     TransientFilesystemError,
 )
 from monolith.feature import Batch
@@ -217,6 +218,8 @@ class Trainer:
         self._clock, self._timer = clock, timer
         self._run: LocalRun | None = None
         self._stop_asked: str | None = None
+        self._stop = concurrency.Event()
+        """Set with it: the data may wait for a server before there is a run."""
 
     def stop(self, reason: str) -> None:
         """End the run after its current step, or its wait for data, saved. From any thread.
@@ -226,6 +229,7 @@ class Trainer:
         # First the request, then the run; `train` sets the run first, then looks at the request. So one of
         # the two threads sees the other, and a stop during the start is not lost.
         self._stop_asked = reason
+        self._stop.set()
         run = self._run
         if run is not None:
             run.interrupt(reason)
@@ -244,6 +248,8 @@ class Trainer:
             ModelDirLockedError: Another process trains in this model_dir.
             RestoreError: The checkpoint does not fit the task.
             CorruptFileError: The checkpoint is damaged.
+            StoppedWhileWaitingError: `stop` was called while the data waited for a server, and nothing was
+                trained since the last checkpoint. Its text is the reason of the stop.
         """
         whole = WholeRun(concurrency.monotonic())
         alone = isinstance(self._coordinator, LocalCoordinator)
@@ -252,6 +258,8 @@ class Trainer:
             place.say()
             try:
                 return self._train(place, whole, report)
+            except StoppedWhileWaitingError as stopped:
+                raise StoppedWhileWaitingError(self._stop_asked or str(stopped)) from stopped
             except Exception as error:
                 less = place.less(error, whole.collections)
                 if less is None:
@@ -615,7 +623,14 @@ class Trainer:
                 "data_trouble", "1 while a source cannot record its progress, as on a full disk; else 0"
             ).read_from(lambda: float(bool(data.trouble)))
             session = Session(
-                model, data, coordinator, config, report=report, clock=self._clock, metrics=self._metrics
+                model,
+                data,
+                coordinator,
+                config,
+                report=report,
+                clock=self._clock,
+                metrics=self._metrics,
+                stop=self._stop,
             )
             made.pop_all()
             return session

@@ -18,13 +18,13 @@ from monolith.cluster.security import HEADER, Guard, grpc_async_channel, grpc_ch
 from monolith.errors import (
     DeadlineExceededError,
     ForbiddenError,
-    MissingExtraError,
     MonolithError,
     OverloadedError,
     RequestError,
     RequestTooLargeError,
     UnavailableError,
     UnknownModelError,
+    optional_package,
 )
 from monolith.serve.client_messages import HttpRawReply, WireCall, WireError, retry_seconds
 from monolith.wire.grpc_ports import import_grpc
@@ -63,7 +63,7 @@ def find_trace_headers() -> Callable[[], dict[str, str]]:
     """Return a function that names the current span of OpenTelemetry, if its package is installed."""
     try:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-    except ImportError:
+    except ModuleNotFoundError:
         return dict
     propagator = TraceContextTextMapPropagator()
 
@@ -99,10 +99,8 @@ class _Http:
     """What both transports over HTTP share."""
 
     def __init__(self, url: str, guard: Guard, context: ssl.SSLContext | None, connections: int) -> None:
-        try:
+        with optional_package("httpx", "serve", "a client over HTTP"):
             import httpx
-        except ImportError as cause:
-            raise MissingExtraError("httpx", "serve", "a client over HTTP") from cause
         self._httpx = httpx
         self._where = url.partition("://")[2]
         self._connections = connections

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -334,7 +334,7 @@ class ParameterServer:
             raise ConfigError(f"a parameter server has a call {taken[0]!r} of its own; choose another name")
         self._server = Server(
             SERVICE,
-            Handlers(calls=own | dict(extra.calls), polls=extra.polls, exchanges=bulky, message=self._rows),
+            replace(extra, calls=own | dict(extra.calls), exchanges=bulky, message=self._rows),
             host=host,
             port=port,
             guard=guard,

@@ -667,7 +667,7 @@ class ServerGroup:
             guard=self._guard,
             patience=self._patience if kind == "small" else timedelta(),
             timeout=min(timeout, _RECONNECT_TIMEOUT) if retry and kind == "bulk" else timeout,
-            stop=self._stop,
+            stops=(self._stop,),
             meter=self._meter,
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from monolith import concurrency
 from monolith.concurrency import BoundedSemaphore, Condition, Event, Lock
-from monolith.errors import MonolithError, RequestError
+from monolith.errors import MonolithError, OutOfMemoryError, RequestError, lacks_memory
 from monolith.wire.bulk import Bytes, TrafficMeter
 from monolith.wire.messages import Call, Gone, Poll
 from monolith.wire.ports import Limits
@@ -42,6 +42,8 @@ class Handlers:
     """For `CallStream.send`, by name."""
     message: Message | None = None
     """For `CallStream.send_message`."""
+    out_of_memory: Callable[[BaseException], None] | None = None
+    """Told that there was no memory for a request: the process is to end, since it cannot do its work."""
 
 
 class _AnswersInProgress:
@@ -158,6 +160,8 @@ class Endpoint:
 
     def _failed(self, name: str, error: Exception) -> bytes:
         """Return the answer to a request whose handler raised this, while the error is handled."""
+        if lacks_memory(error):
+            return _error(OutOfMemoryError.__name__, self.note_no_memory(name, error))
         if isinstance(error, RequestError):
             return self.refused(name, error)
         if isinstance(error, MonolithError):
@@ -165,6 +169,16 @@ class Endpoint:
         number = concurrency.token_hex(4)  # a bug in a handler must not stop the server
         _log.exception("%s: %.60s failed (error %s)", self.service.name, name, number)
         return _error("", f"{self.service.name}: {name:.60} failed; see error {number} in its log")
+
+    def note_no_memory(self, name: str, error: BaseException) -> str:
+        """Have the process end, if it can, because it had no memory for a request; return what callers are
+        told."""
+        ends = self.handlers.out_of_memory
+        said = f"{self.service.name}: {name:.60}: it has no memory left{'' if ends is None else ', and ends'}"
+        _log.error("%s: %s: %s", said, type(error).__name__, error)
+        if ends is not None:
+            ends(error)
+        return said
 
     def refused(self, name: str, error: RequestError) -> bytes:
         return _error(RequestError.__name__, f"{self.service.name}: {name:.60}: {error}")

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
-from monolith.concurrency import Event, monotonic
-from monolith.errors import ConfigError, MonolithError, RequestError, RetryableError
+from monolith.concurrency import Event, monotonic, sleep
+from monolith.errors import ConfigError, MonolithError, OutOfMemoryError, RequestError, RetryableError
 from monolith.wire.bulk import Bytes, TrafficMeter
 from monolith.wire.flight_transport import import_arrow, transport
 from monolith.wire.transport import Connection, NoGuard, PortGuard, Service, StreamEnd, TransportError
@@ -60,7 +60,7 @@ class Caller:
 
     Args:
         guard: The credentials to present; None for an open port.
-        stop: Once set, a call that waits for its next attempt raises StoppedError.
+        stops: Once one of them is set, a call raises StoppedError in place of its next attempt.
         patience: How long to retry an address that does not answer.
         timeout: How long an answer may take.
         meter: Counts the bytes of the connection; may be shared by several callers.
@@ -74,7 +74,7 @@ class Caller:
         guard: PortGuard | None = None,
         patience: timedelta = timedelta(),
         timeout: timedelta = ANSWER_WITHIN,
-        stop: Event | None = None,
+        stops: Sequence[Event] = (),
         clock: Clock = monotonic,
         meter: TrafficMeter | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class Caller:
         self._guard = guard or NoGuard()
         self._patience = patience.total_seconds()
         self._timeout = timeout.total_seconds()
-        self._stop = Event() if stop is None else stop
+        self._stops = stops
         self._clock = clock
         self._connection: Connection | None = None
         self._where = ""
@@ -97,7 +97,7 @@ class Caller:
             MonolithError: The error that the server raised; the service's `failure` for one not in
                 `told`.
             ConfigError: The server lacks the token, refused ours, or its certificate is not trusted.
-            StoppedError: `stop` was set.
+            StoppedError: One of `stops` was set.
 
             The service's `unreachable` or `late`: the server did not answer within `patience`.
         """
@@ -161,7 +161,7 @@ class Caller:
             if "error" not in answer:
                 return dict(answer["answer"])
             kind, message = answer["error"], str(answer["message"])
-        kinds: tuple[type[MonolithError], ...] = (RequestError, *self._service.told)
+        kinds: tuple[type[MonolithError], ...] = (RequestError, OutOfMemoryError, *self._service.told)
         told = {one.__name__: one for one in kinds}
         raise told.get(kind if isinstance(kind, str) else "", self._service.failure)(message)
 
@@ -169,7 +169,7 @@ class Caller:
         give_up: float | None = None
         retried_handshake = False
         while True:
-            if self._stop.is_set():
+            if any(stop.is_set() for stop in self._stops):
                 raise StoppedError
             try:
                 return make(self._connected())
@@ -195,7 +195,7 @@ class Caller:
                     _log.warning("%s: %s; retrying for %g s", self._service.name, failure, self._patience)
             if now >= give_up:
                 raise failure from cause
-            self._stop.wait(_RETRY_AFTER)
+            sleep(_RETRY_AFTER)
 
     def _foreign(self) -> MonolithError:
         return self._service.failure(

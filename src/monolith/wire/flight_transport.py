@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from monolith.concurrency import machine
-from monolith.errors import MissingExtraError, RequestError
+from monolith.errors import RequestError, lacks_memory, optional_package
 from monolith.wire.bulk import BulkMessages, Bytes
 from monolith.wire.endpoint import Endpoint
 from monolith.wire.ports import ConnectionGuard, check_port, join_address, listen_error
@@ -69,10 +69,8 @@ class FlightTransport:
 
 def import_arrow(purpose: str) -> Any:
     """Return pyarrow, or say how to get it, and that `purpose` needs it."""
-    try:
+    with optional_package("pyarrow", "arrow", purpose):
         import pyarrow as pa  # type: ignore[import-untyped]
-    except ImportError as cause:
-        raise MissingExtraError("pyarrow", "arrow", purpose) from cause
     return pa
 
 
@@ -117,6 +115,8 @@ class _Translating:
         if isinstance(
             cause, flight.FlightUnavailableError | flight.FlightCancelledError | flight.FlightInternalError
         ):
+            return "unreachable"
+        if "Threadpool Exhausted" in str(cause):  # the server has no memory for a thread
             return "unreachable"
         if self._has_proof and isinstance(cause, self._arrow.ArrowNotImplementedError):
             return "no_proof_asked"
@@ -283,14 +283,20 @@ def _make_server(endpoint: Endpoint, address: str, guard: PortGuard, admit: Call
             with endpoint.streaming(context.peer()) as forbidden:
                 if forbidden is not None:
                     raise flight.FlightUnavailableError(f"{forbidden}; retry later")
-                self._answer_stream(reader, writer)
+                try:
+                    self._answer_stream(reader, writer)
+                except MemoryError as error:  # for the bytes of an answer
+                    said = endpoint.note_no_memory("a request of a stream", error)
+                    raise flight.FlightUnavailableError(said) from error
 
         def _answer_stream(self, reader: Any, writer: Any) -> None:
             writer.begin(wire.schema)
             while True:
                 try:
                     chunk = reader.read_chunk()
-                except (StopIteration, *troubles):  # the caller closed it, or died
+                except (StopIteration, *troubles) as cause:  # the caller closed it, or died
+                    if lacks_memory(cause):
+                        endpoint.note_no_memory("a request of a stream", cause)
                     return
                 with endpoint.answering:
                     if endpoint.closing.is_set():

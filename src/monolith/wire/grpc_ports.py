@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from monolith.concurrency import machine
-from monolith.errors import MissingExtraError
+from monolith.errors import optional_package
 
 
 def import_grpc(extra: str, purpose: str) -> Any:
@@ -31,8 +31,6 @@ def import_grpc(extra: str, purpose: str) -> Any:
     """
     if (here := machine()) is not None:
         return here.grpc
-    try:
+    with optional_package("grpcio", extra, purpose, "grpc"):
         import grpc  # type: ignore[import-untyped]
-    except ImportError as cause:
-        raise MissingExtraError("grpcio", extra, purpose) from cause
     return grpc

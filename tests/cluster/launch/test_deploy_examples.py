@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from monolith.cluster.launch.ray import RayPlacement
 from monolith.runtime.config_loading import load_run_config, read_run, refused
 from monolith.runtime.context import Launch
 from monolith.runtime.discovery import assign_role
-from monolith.runtime.launch import check_launch
+from monolith.runtime.launch import GRACE, check_launch
+from monolith.runtime.parameter_server import LINGER
 
 DEPLOY = Path(__file__).parents[3] / "examples" / "deploy"
 MANIFEST = DEPLOY / "kubernetes" / "parameter-servers.yaml"
@@ -72,6 +74,16 @@ def test_the_manifests_are_yaml():
     words = job["entrypoint"].split()
     members = [int(words[words.index(flag) + 1]) for flag in ("--num-ps", "--num-workers")]
     assert sum(members) * RayPlacement().cpus <= room
+
+
+def test_each_pod_that_trains_has_time_to_save_once_it_is_told_to_stop():
+    _, servers, workers = yaml.safe_load_all(MANIFEST.read_text())
+    ray = yaml.safe_load(RAY_JOB.read_text())["spec"]["rayClusterSpec"]
+    pods = [one["spec"]["template"] for one in (servers, workers)]
+    pods += [ray["headGroupSpec"]["template"], *(one["template"] for one in ray["workerGroupSpecs"])]
+    ps, *others = [timedelta(seconds=pod["spec"]["terminationGracePeriodSeconds"]) for pod in pods]
+    assert ps > LINGER + timedelta(seconds=30)
+    assert set(others) == {GRACE}  # as `--launch local` gives its processes
 
 
 def test_the_job_of_ray_is_the_one_of_the_readme():

@@ -17,7 +17,7 @@ import pytest
 
 from monolith.cluster.launch import LaunchOptions, Member, job_members, launch, processes, run_members
 from monolith.cluster.launch.processes import StopRequest
-from monolith.errors import ConfigError, WrongThreadError
+from monolith.errors import OUT_OF_MEMORY, ConfigError, WrongThreadError
 from monolith.runtime.config_loading import load_run_config
 
 GRACE = timedelta(seconds=5)
@@ -155,8 +155,8 @@ def lives(tmp_path: Path, *ends: str) -> str:
     return f"n=$(wc -l < {count}); echo >> {count}; case $n in {cases} esac"
 
 
-@pytest.mark.parametrize("end", ["kill -9 $$", f"exit {os.EX_TEMPFAIL}"])
-def test_a_member_that_was_killed_or_raised_a_retryable_error_is_restarted(tmp_path: Path, end: str, caplog):
+@pytest.mark.parametrize("end", ["kill -9 $$", f"exit {os.EX_TEMPFAIL}", f"exit {OUT_OF_MEMORY}"])
+def test_a_member_that_was_killed_or_may_succeed_another_time_is_restarted(tmp_path: Path, end: str, caplog):
     (tmp_path / "count").touch()
     members = [shell("worker", 0, lives(tmp_path, end, end, "exit 0"))]
     assert run_members(members, LaunchOptions(output=io.StringIO(), restarts=2)).status == 0
@@ -172,6 +172,16 @@ def test_a_member_that_died_more_often_than_it_may_ends_the_run(tmp_path: Path):
     ]
     outcome = run_members(members, LaunchOptions(output=io.StringIO(), restarts=1, grace=GRACE))
     assert (outcome.status, outcome.failed) == (128 + 9, members[0])
+
+
+def test_a_member_that_had_no_memory_too_often_is_named_with_the_reason(caplog):
+    members = [shell("ps", 1, f"exit {OUT_OF_MEMORY}"), shell("worker", 0, "exec sleep 100")]
+    outcome = run_members(members, LaunchOptions(output=io.StringIO(), restarts=1, grace=GRACE))
+    assert (outcome.status, outcome.text) == (
+        OUT_OF_MEMORY,
+        f"ps 1 exited with status {OUT_OF_MEMORY}: it had no memory left",
+    )
+    assert f"{outcome.text} after 1 restarts; stopping the other processes" in caplog.messages
 
 
 def test_a_member_that_failed_by_itself_is_not_restarted(tmp_path: Path):

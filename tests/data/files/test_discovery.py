@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import date, timedelta
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_a_watch_sees_what_appears_and_gives_up_after_a_while(tmp_path: Path) ->
     assert not watch.is_over()
     now[0] = 16.0
     assert watch.is_over()
-    watch.wait()
+    watch.wait(threading.Event())
     assert pauses == [5.0]
 
 

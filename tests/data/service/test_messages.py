@@ -106,7 +106,7 @@ def test_without_pyarrow_the_error_names_the_extra(monkeypatch):
 
     def refuse(name, *rest, **named):
         if name.startswith("pyarrow"):
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name=name)
         return real(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", refuse)

@@ -24,6 +24,7 @@ from monolith.errors import (
     DataError,
     ListenError,
     NotRepeatableError,
+    OutOfMemoryError,
     RestoreError,
     ShutOutError,
 )
@@ -52,6 +53,19 @@ def test_two_trainers_and_two_workers_divide_an_epoch(stack, dispatcher):
     assert all(shares), "both had something to do"
     status = dispatcher.status()
     assert (status["over"], status["records"], len(status["workers"])) == (True, len(ALL), 2)
+
+
+def test_a_dispatcher_without_memory_for_a_call_is_to_end(stack, tmp_path, monkeypatch):
+    def full(_):
+        raise MemoryError("chunks")
+
+    dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path)))
+    monkeypatch.setattr(dispatcher._job, "register", full)
+    caller = stack.enter_context(DataCaller(dispatcher.address))
+    with pytest.raises(OutOfMemoryError, match=r"no memory left, and ends"):
+        caller.call("register", worker="127.0.0.1:1")
+    with pytest.raises(OutOfMemoryError, match=r"the dispatcher .* has no memory left: chunks"):
+        dispatcher.status()
 
 
 def test_texts_arrive_with_their_records(stack, dispatcher):

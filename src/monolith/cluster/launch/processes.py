@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from monolith.cluster.launch.guardian import PROCESS_ID
-from monolith.errors import ConfigError, WrongThreadError
+from monolith.errors import OUT_OF_MEMORY, ConfigError, WrongThreadError
 
 _log = logging.getLogger(__name__)
 
@@ -169,7 +169,8 @@ class LaunchOptions:
     followers: Collection[str] = ("ps",)
     """Roles that have nothing to do once the other roles are done; they are then asked to stop."""
     restarts: int = 0
-    """How often each member is restarted after it was killed, or exited with os.EX_TEMPFAIL (a peer failed).
+    """How often each member is restarted after it was killed, ran out of memory, or exited with
+    os.EX_TEMPFAIL (a peer failed).
     A member that failed by itself would fail again. On Ray the placement of a member decides instead."""
     chief: str | None = None
     """The name of the member whose clean end finishes the run, also for a member that restarted so late that
@@ -296,7 +297,7 @@ class _Running:
     def _may_start_again(self, event: MemberEnded) -> bool:
         """Plan the restart of a member that has ended, if a restart may help."""
         name = event.member.name
-        may_help = event.status < 0 or event.status == os.EX_TEMPFAIL
+        may_help = event.status < 0 or event.status in (os.EX_TEMPFAIL, OUT_OF_MEMORY)
         if not may_help or self._restarted[name] >= self._restarts:
             return False
         self._restarted[name] += 1
@@ -420,7 +421,8 @@ def failure_of(event: MemberEnded) -> LaunchOutcome:
     if status < 0:
         text = f"{name} was killed by {signal.Signals(-status).name}"
         return LaunchOutcome(status=128 - status, failed=event.member, text=text)
-    return LaunchOutcome(status=status, failed=event.member, text=f"{name} exited with status {status}")
+    why = ": it had no memory left" if status == OUT_OF_MEMORY else ""
+    return LaunchOutcome(status=status, failed=event.member, text=f"{name} exited with status {status}{why}")
 
 
 @contextmanager

@@ -127,7 +127,7 @@ class Watch:
             finished, from any file that has some.
         stop_after: How long to wait for a new file before that is the end; None waits for ever.
         clock: Seconds that never run backwards.
-        pause: Lets some seconds pass.
+        pause: Lets some seconds pass; by default until the reader is told to stop, at most.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Watch:
         grows: bool = False,
         stop_after: timedelta | None = None,
         clock: Callable[[], float] = concurrency.monotonic,
-        pause: Callable[[float], None] = concurrency.sleep,
+        pause: Callable[[float], object] | None = None,
     ) -> None:
         self.patterns = [patterns] if isinstance(patterns, str) else list(patterns)
         for pattern in self.patterns:
@@ -170,9 +170,9 @@ class Watch:
             self._since = now
         return self._stop_after is not None and now - self._since >= self._stop_after.total_seconds()
 
-    def wait(self) -> None:
-        """Sleep until the next listing."""
-        self._pause(self._every.total_seconds())
+    def wait(self, stop: concurrency.Event) -> None:
+        """Sleep until the next listing, or an event is set."""
+        (self._pause or stop.wait)(self._every.total_seconds())
 
 
 def _values(kind: str, first: str, last: str, pattern: str) -> list[str]:

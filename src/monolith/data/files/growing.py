@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monolith import filesystem
+from monolith.concurrency import Event
 from monolith.data.files.cursors import FileCursor, FormerWorker, RemainingFile
 from monolith.data.files.discovery import Watch, expand
 from monolith.data.files.order import FileOrder, Step
@@ -237,8 +238,8 @@ class GrowingFiles(FileOrder):
                 since = float("inf")  # once
             self._unfinished[path] = (one.size, since)
 
-    def wait(self) -> None:
-        self._watch.wait()
+    def wait(self, stop: Event) -> None:
+        self._watch.wait(stop)
 
     def rewind(self, cursor: FileCursor) -> None:
         consumed, places = self._consumed

@@ -105,9 +105,9 @@ class LeasedFiles(FileOrder):
         except TypeError as cause:
             raise DataError(f"file source: malformed progress in {lease.path}: {lease.progress}") from cause
 
-    def wait(self) -> None:
+    def wait(self, stop: concurrency.Event) -> None:
         self._renew()
-        self._queue.wait()
+        self._queue.wait(stop)
 
     def rewind(self, cursor: FileCursor) -> None:
         with suppress(TransientFilesystemError):  # a full disk: `after` tries again

@@ -60,8 +60,8 @@ class FileOrder(ABC):
     def after(self, cursor: FileCursor) -> FileCursor | Step:
         """Return the beginning of the file after that of a cursor; of the first file, if it has none."""
 
-    def wait(self) -> None:  # noqa: B027  a default, as those below
-        """Sleep until the next file may be there."""
+    def wait(self, stop: concurrency.Event) -> None:  # noqa: B027  a default, as those below
+        """Sleep until the next file may be there, or an event is set."""
 
     def rewind(self, cursor: FileCursor) -> None:  # noqa: B027
         """Note that reading starts at a cursor, although it may have been further before."""
@@ -350,8 +350,8 @@ class WatchedFiles(FileOrder):
         self._waits_at = cursor
         return Step.END if self._watch.is_over() else Step.WAIT
 
-    def wait(self) -> None:
-        self._watch.wait()
+    def wait(self, stop: concurrency.Event) -> None:
+        self._watch.wait(stop)
 
     def is_lost(self, cursor: FileCursor) -> bool:
         return cursor == self._waits_at  # all of it was read, and it may have been deleted

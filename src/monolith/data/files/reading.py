@@ -17,6 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
+from monolith.concurrency import Event
 from monolith.data.files.bad_records import RecordChecks
 from monolith.data.files.cursors import FileCursor, RemainingFile, block_of
 from monolith.data.files.order import FileOrder, ReadProgress, Step
@@ -135,9 +136,14 @@ class FileReader:
         cursor: FileCursor,
         shuffle: ShuffleConfig | None,
         progress: ReadProgress | None,
+        stop: Event,
     ) -> Iterator[Block[FileCursor] | FileCursor]:
-        """Yield blocks of records from a cursor on; and a cursor whenever there is nothing to read yet."""
-        reads = self._chunks(order, cursor, progress)
+        """Yield blocks of records from a cursor on; and a cursor whenever there is nothing to read yet.
+
+        Args:
+            stop: Ends a wait for files; the consumer ends the reading at the cursor it is given then.
+        """
+        reads = self._chunks(order, cursor, progress, stop)
         for read in reads if shuffle is None else self._shuffled(reads, order, shuffle):
             if isinstance(read, Block):
                 yield read
@@ -171,7 +177,7 @@ class FileReader:
         yield from _with_cursors(shuffler.end(self.reached))
 
     def _chunks(
-        self, order: FileOrder, cursor: FileCursor, progress: ReadProgress | None
+        self, order: FileOrder, cursor: FileCursor, progress: ReadProgress | None, stop: Event
     ) -> Iterator[_ReadChunk]:
         """Yield chunks from a cursor on, the end of each file, and a sign whenever there is nothing yet."""
         self.reached = cursor
@@ -201,7 +207,9 @@ class FileReader:
                 step = order.after(cursor)
                 while step is Step.WAIT:
                     yield _ReadChunk(cursor, waits=True)
-                    order.wait()
+                    order.wait(stop)
+                    if stop.is_set():
+                        yield _ReadChunk(cursor, waits=True)
                     step = order.after(cursor)
                 if not isinstance(step, FileCursor):
                     return

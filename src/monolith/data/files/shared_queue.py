@@ -67,7 +67,7 @@ class SharedFileQueue(FileQueue):
         lease: timedelta = LEASE,
         clock: Clock = concurrency.time,
         timer: Clock = concurrency.monotonic,
-        pause: Callable[[float], None] = concurrency.sleep,
+        pause: Callable[[float], object] | None = None,
         patience: timedelta = PATIENCE,
     ) -> None:
         super().__init__(lease, clock, pause)
@@ -113,7 +113,7 @@ class SharedFileQueue(FileQueue):
                 )
                 return
             if self._unwritten:
-                self._pause(RETRY_SECONDS / 2)
+                (self._pause or concurrency.sleep)(RETRY_SECONDS / 2)
 
     def _write_pending(self) -> None:
         with suppress(TransientFilesystemError, DataError), self._ledger():

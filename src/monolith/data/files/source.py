@@ -323,11 +323,12 @@ class FileSource(Source, WorkQueueSource):
         batcher: Batcher[FileCursor] = Batcher(self._batch_size)
         due = 0.0  # when the buffered records have waited long enough
         flushes = self.live and self._max_wait > 0  # also if the stream never pauses
-        read = self._reader.blocks(self._order, self._cursor, self._shuffle, self._progress)
+        stop = self._stop  # of this iteration; a later one may have another
+        read = self._reader.blocks(self._order, self._cursor, self._shuffle, self._progress, stop)
         with closed_after(read) as blocks:
             for block in blocks:
                 waits = isinstance(block, FileCursor)  # there is nothing more for now
-                if waits and self._stop.is_set():
+                if waits and stop.is_set():
                     return  # the cursor is before the records that were read and not yielded
                 if isinstance(block, Block):
                     had_some = not batcher.is_empty

@@ -251,7 +251,7 @@ class FileQueue(ABC):
     Each verb is one change of the ledger, made by one caller at a time (`_ledger`).
     """
 
-    def __init__(self, lease: timedelta, clock: Clock, pause: Callable[[float], None]) -> None:
+    def __init__(self, lease: timedelta, clock: Clock, pause: Callable[[float], object] | None) -> None:
         if lease <= timedelta(0):
             raise ConfigError(f"file queue: a lease must last longer than {lease}")
         self._seconds = lease.total_seconds()
@@ -418,9 +418,9 @@ class FileQueue(ABC):
 
         return self._change(None, is_reading, otherwise=True)
 
-    def wait(self) -> None:
-        """Sleep a moment before asking again."""
-        self._pause(min(self._seconds / 10, 1.0))
+    def wait(self, stop: concurrency.Event) -> None:
+        """Sleep a moment before asking again, or until an event is set."""
+        (self._pause or stop.wait)(min(self._seconds / 10, 1.0))
 
     @property
     def trouble(self) -> str:
@@ -453,7 +453,7 @@ class LocalFileQueue(FileQueue):
         *,
         lease: timedelta = LEASE,
         clock: Clock = concurrency.monotonic,
-        pause: Callable[[float], None] = concurrency.sleep,
+        pause: Callable[[float], object] | None = None,
     ) -> None:
         super().__init__(lease, clock, pause)
         self._names = names if isinstance(names, StrQueue) else StrQueue(names, capacity=max(len(names), 1))

@@ -339,7 +339,7 @@ def _zstandard(compression: str) -> ModuleType:
         )
     try:
         return importlib.import_module("zstandard")
-    except ImportError as cause:
+    except ModuleNotFoundError as cause:
         raise DataError(
             "zstd needs the package 'zstandard', which is not installed: pip install zstandard"
         ) from cause

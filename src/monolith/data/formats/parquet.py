@@ -31,7 +31,7 @@ import torch
 from monolith.data.format import Chunk, Format, Part
 from monolith.data.formats.memory import are_whole
 from monolith.data.records import Records, as_read, concat, empty_rows
-from monolith.errors import ConfigError, CorruptFileError, DataError, FilesystemError, MissingExtraError
+from monolith.errors import ConfigError, CorruptFileError, DataError, FilesystemError, optional_package
 from monolith.feature import ColumnKind
 from monolith.feature.spec.times import TIME
 from monolith.filesystem import atomic_write, open_read
@@ -49,11 +49,9 @@ class ArrowModules(NamedTuple):
 
 def import_arrow(what: str = "reading and writing Parquet files") -> ArrowModules:
     """Return the modules of an optional extra; `what` needs them."""
-    try:
+    with optional_package("pyarrow", "arrow", what):
         import pyarrow as pa  # type: ignore[import-untyped]
         from pyarrow import compute, parquet, types
-    except ImportError as cause:
-        raise MissingExtraError("pyarrow", "arrow", what) from cause
     return ArrowModules(pa, compute, parquet, types)
 
 

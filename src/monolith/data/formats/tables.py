@@ -41,7 +41,7 @@ from monolith.data.shuffling import (
     permutation,
 )
 from monolith.data.source import Position, Shard, ShardChoice, Source, closed_after
-from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
+from monolith.errors import ConfigError, DataError, RestoreError, optional_package
 from monolith.feature import ColumnKind
 
 Row = Mapping[str, Any]
@@ -296,10 +296,8 @@ class PandasSource(ArrowSource):
     """
 
     def __init__(self, frame: Any, **options: Any) -> None:
-        try:
+        with optional_package("pandas", "pandas", "reading DataFrames of pandas"):
             import pandas as pd
-        except ImportError as cause:
-            raise MissingExtraError("pandas", "pandas", "reading DataFrames of pandas") from cause
         if not isinstance(frame, pd.DataFrame):
             raise ConfigError(f"pandas source: expected a DataFrame, got a {type(frame).__name__}")
         super().__init__(_pandas_table(frame, "pandas source"), **options)
@@ -325,10 +323,8 @@ class PolarsSource(ArrowSource):
     """
 
     def __init__(self, frame: Any, **options: Any) -> None:
-        try:
+        with optional_package("polars", "polars", "reading DataFrames of polars"):
             import polars as pl
-        except ImportError as cause:
-            raise MissingExtraError("polars", "polars", "reading DataFrames of polars") from cause
         if isinstance(frame, pl.LazyFrame):
             raise ConfigError("polars source: a LazyFrame has no rows yet; pass frame.collect()")
         if not isinstance(frame, pl.DataFrame):

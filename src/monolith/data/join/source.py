@@ -79,6 +79,8 @@ class JoinedSource(Source):
         self._config = config
         self._metrics = metrics
         self.joiner = Joiner(config, metrics=metrics)
+        self._until = concurrency.Event()
+        """Set to read no more in place of waiting."""
         self._base: _Base | None = None
         """None before the first read: then the positions of the sources."""
         self._taken: list[int] = []
@@ -87,6 +89,11 @@ class JoinedSource(Source):
     @property
     def live(self) -> bool:
         return any(one.source.live is not False for one in self._inputs.values())
+
+    def read_until(self, stop: concurrency.Event) -> None:
+        self._until = stop
+        for one in self._inputs.values():
+            one.source.read_until(stop)
 
     def read_for(self, run: str) -> None:
         for one in self._inputs.values():
@@ -109,12 +116,14 @@ class JoinedSource(Source):
 
     def __iter__(self) -> Iterator[Records]:
         self._begin()
-        left = list(self._inputs)
+        until, left = self._until, list(self._inputs)
         idle: str | None = None
         while left:
             name = self._behind(left, idle)
             records = self._inputs[name].next()
             if records is None:
+                if until.is_set():
+                    return  # the data has not ended, so no window closes
                 left.remove(name)
                 continue
             idle = (

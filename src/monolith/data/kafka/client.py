@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from monolith import concurrency
 from monolith.data.kafka.config import ClientLog, KafkaConfig, import_kafka
 from monolith.data.kafka.positions import Offsets, Partition
-from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.errors import ConfigError, DataError, RestoreError, StoppedWhileWaitingError
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, TopicPartition
@@ -37,10 +37,15 @@ TRANSIENT = """
 TOPICS_APPEAR_S = 5.0
 """A broker that has just started may not know its topics for a moment."""
 ANSWER_S = 5.0
+ASK_S = 2.0
+"""How long one question to the broker may take before it is asked again. Nothing interrupts it, so it is
+short: a source that is told to stop waits for no longer."""
 PAUSE_S = 0.2
 COMMIT_ANSWER_S = 10.0
 """How long to wait for the answer to a commit before it is sent again. The client itself has been seen to
 delay one for minutes after its broker was killed, and longer than the broker was away."""
+CLOSE_S = 2.0
+"""How long a source that is closed waits for the broker to take its offsets, and then to let it go."""
 COMMIT_RETRY_S = 1.0
 """How long to wait after a commit that failed."""
 
@@ -58,6 +63,7 @@ class KafkaClient:
     Args:
         describe: Returns the name of the source in messages.
         on_commit: Called by the client, inside of a poll, with the outcome of each asynchronous commit.
+        stopped: Whether the source is told to wait no more: then a question is asked once.
     """
 
     def __init__(
@@ -66,8 +72,10 @@ class KafkaClient:
         describe: Callable[[], str],
         on_commit: Callable[[KafkaError | None, list[TopicPartition]], None],
         clock: Callable[[], float],
+        stopped: Callable[[], bool],
     ) -> None:
         self.library = import_kafka()
+        self._stopped = stopped
         self._config = config
         self._describe = describe
         self._on_commit = on_commit
@@ -118,6 +126,7 @@ class KafkaClient:
 
         Raises:
             DataError: No broker answers within `connect_timeout`, or a topic does not exist.
+            StoppedWhileWaitingError: The source was told to stop before a broker answered.
         """
         begin, answered = self._clock(), math.inf
         patience_s = self._config.connect_timeout.total_seconds()
@@ -125,9 +134,10 @@ class KafkaClient:
         pause = consumer.poll if self.consumer is None else concurrency.sleep
         while True:
             try:
-                found = self.count_partitions(consumer, min(ANSWER_S, max(patience_s, PAUSE_S)))
+                found = self.count_partitions(consumer, min(ASK_S, max(patience_s, PAUSE_S)))
             except self.library.KafkaException as cause:
                 self.note_error(cause.args[0])
+                self._check_stopped(cause)
                 pause(PAUSE_S)
                 if self._clock() - begin > patience_s:
                     raise self.unreachable(patience_s) from cause
@@ -138,9 +148,14 @@ class KafkaClient:
             answered = min(answered, self._clock())
             if self._clock() - answered > min(TOPICS_APPEAR_S, patience_s):
                 raise self._unknown_topic(missing[0], consumer)
+            self._check_stopped()
             pause(PAUSE_S)
 
-    def count_partitions(self, consumer: Consumer, timeout_s: float = ANSWER_S) -> dict[str, int]:
+    def _check_stopped(self, cause: Exception | None = None) -> None:
+        if self._stopped():
+            raise StoppedWhileWaitingError(f"kafka: no answer of {self._servers} by then") from cause
+
+    def count_partitions(self, consumer: Consumer, timeout_s: float = ASK_S) -> dict[str, int]:
         """Ask once how many partitions each topic has; what the client raises is the caller's to judge."""
         found = {}
         for topic in self._config.topics:
@@ -151,7 +166,7 @@ class KafkaClient:
     def _unknown_topic(self, topic: str, consumer: Consumer) -> DataError:
         """Return the error for a topic that does not exist, with the one that may be meant."""
         try:
-            similar = difflib.get_close_matches(topic, consumer.list_topics(timeout=ANSWER_S).topics, 1)
+            similar = difflib.get_close_matches(topic, consumer.list_topics(timeout=ASK_S).topics, 1)
         except self.library.KafkaException:
             similar = []
         return DataError(
@@ -172,7 +187,7 @@ class KafkaClient:
             )
         ends = self._insist(
             f"the offsets of {partition_name(partition)}",
-            lambda: consumer.get_watermark_offsets(self.at(partition), timeout=ANSWER_S, cached=False),
+            lambda: consumer.get_watermark_offsets(self.at(partition), timeout=ASK_S, cached=False),
         )
         return int(ends[0]), int(ends[1])
 
@@ -197,7 +212,7 @@ class KafkaClient:
         consumer = self.connect()
         found = self._insist(
             f"the committed offsets of group {self._config.group!r}",
-            lambda: consumer.committed([self.at(one) for one in partitions], timeout=ANSWER_S),
+            lambda: consumer.committed([self.at(one) for one in partitions], timeout=ASK_S),
         )
         return {
             (one.topic, one.partition): (one.offset, one.metadata or "") for one in found if one.offset >= 0
@@ -214,6 +229,7 @@ class KafkaClient:
                 reason: object = "no answer"
             except self.library.KafkaException as cause:
                 reason = cause
+            self._check_stopped()
             if self._clock() - begin > patience_s:
                 raise DataError(
                     f"kafka: asked {self._servers} for {what} for {patience_s:g} s, without success: {reason}"
@@ -223,7 +239,7 @@ class KafkaClient:
     def answers(self) -> bool:
         """Return whether a broker answers now."""
         try:
-            self.connect().list_topics(self._config.topics[0], timeout=ANSWER_S)
+            self.connect().list_topics(self._config.topics[0], timeout=ASK_S)
         except self.library.KafkaException as cause:
             self.note_error(cause.args[0])
             return False
@@ -378,7 +394,7 @@ class OffsetCommits:
 
         Messages that arrive meanwhile are dropped: they were not yielded.
         """
-        give_up = concurrency.monotonic() + COMMIT_ANSWER_S
+        give_up = concurrency.monotonic() + CLOSE_S
         self.send(client, consumer)
         while self._saved and concurrency.monotonic() < give_up:
             consumer.poll(PAUSE_S / 4)

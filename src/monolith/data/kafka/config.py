@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from monolith import concurrency
 from monolith.config import Secret
-from monolith.errors import ConfigError, MissingExtraError
+from monolith.errors import ConfigError, optional_package
 
 if TYPE_CHECKING:
     import torch
@@ -204,10 +204,8 @@ def import_kafka() -> Any:
     """Return the client library, which is an optional extra; in a simulation, that of its broker."""
     if (here := concurrency.machine()) is not None:
         return here.kafka
-    try:
+    with optional_package("confluent-kafka", "kafka", "reading and writing Kafka topics"):
         import confluent_kafka.admin  # which is then an attribute of the package
-    except ImportError as cause:
-        raise MissingExtraError("confluent-kafka", "kafka", "reading and writing Kafka topics") from cause
     return confluent_kafka
 
 

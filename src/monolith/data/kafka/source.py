@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby, repeat
@@ -25,7 +26,7 @@ from monolith import concurrency
 from monolith.data.bad_values import BadTally
 from monolith.data.files.reading_ahead import default_threads
 from monolith.data.format import BadRecord
-from monolith.data.kafka.client import ANSWER_S, KafkaClient, OffsetCommits, partition_name
+from monolith.data.kafka.client import ANSWER_S, CLOSE_S, KafkaClient, OffsetCommits, partition_name
 from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig
 from monolith.data.kafka.messages import plain_strings
 from monolith.data.kafka.positions import (
@@ -43,7 +44,7 @@ from monolith.data.kafka.positions import (
 )
 from monolith.data.records import Records
 from monolith.data.source import Position, Shard, ShardChoice, Source, WorkQueueSource
-from monolith.errors import DataError, RestoreError
+from monolith.errors import DataError, RestoreError, StoppedWhileWaitingError
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
@@ -126,7 +127,7 @@ class KafkaSource(Source, WorkQueueSource):
         self._shard_is_chosen = False
         """Whether a run says which shard to read, so that its checkpoints decide and not the group."""
         self._commits = OffsetCommits(config, self._described, clock)
-        self._client = KafkaClient(config, self._described, self._on_commit, clock)
+        self._client = KafkaClient(config, self._described, self._on_commit, clock, stopped=self._is_stopped)
         self._decode = decode
         self._on_bad = on_bad
         self._on_revoke_hook = on_revoke
@@ -186,6 +187,9 @@ class KafkaSource(Source, WorkQueueSource):
     def read_until(self, stop: concurrency.Event) -> None:
         self._stop = stop
 
+    def _is_stopped(self) -> bool:
+        return self._stop.is_set()
+
     def read_shard(self, shard: Shard) -> None:
         """Read the partitions that are fixed for one worker; those that `assignment` names, if it does."""
         self._choice.choose(shard)
@@ -198,6 +202,10 @@ class KafkaSource(Source, WorkQueueSource):
             DataError: No broker answers, a topic is not there, or messages that were not read yet are gone.
             RestoreError: The position names messages that are not there.
         """
+        with suppress(StoppedWhileWaitingError):
+            yield from self._until_stopped()
+
+    def _until_stopped(self) -> Iterator[Records]:
         self._start()
         quiet_since = self._clock()
         while not self._interrupted and not self._stop.is_set():
@@ -795,7 +803,7 @@ class KafkaSource(Source, WorkQueueSource):
     def _on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
         self._commits.answered(self._client, error, partitions)
 
-    def _close_client(self, consumer: Consumer, wait_s: float = ANSWER_S) -> None:
+    def _close_client(self, consumer: Consumer, wait_s: float = CLOSE_S) -> None:
         """Close a client, and do not wait for long if its broker is away.
 
         It waits for commits that are on their way, and has been seen to wait for ever without a broker.
@@ -803,7 +811,9 @@ class KafkaSource(Source, WorkQueueSource):
         troubled = self._commits.is_unsettled
         closing = concurrency.Thread(target=consumer.close, name="kafka-close", daemon=True)
         closing.start()
-        closing.join(wait_s if troubled or not wait_s else None)
+        # A group may move partitions meanwhile, which takes as long as it takes.
+        alone = self.config.assignment is not None
+        closing.join(wait_s if troubled or alone or not wait_s else None)
 
     def _judge(self, error: KafkaError, message: Message) -> None:
         """Raise an error that came in place of a message, unless the client recovers from it."""

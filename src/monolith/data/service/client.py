@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,9 +23,19 @@ from monolith.data.service.messages import (
 )
 from monolith.data.shuffling import Epochs
 from monolith.data.source import Position, Shard, ShardChoice, Source, WorkQueueSource
-from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreError
+from monolith.errors import (
+    ConfigError,
+    DataError,
+    NotRepeatableError,
+    RestoreError,
+    StoppedWhileWaitingError,
+)
+
+_log = logging.getLogger(__name__)
 
 _KIND = "data_service"
+_CLOSE_S = 3.0
+"""How long the end of an iteration waits for a call that is under way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +47,12 @@ class _Settings:
     patience: timedelta
     clock: Clock
 
-    def caller(self, address: Address, stop: concurrency.Event | None, patience: timedelta) -> DataCaller:
-        return DataCaller(address, guard=self.guard, patience=patience, stop=stop, clock=self.clock)
+    def caller(
+        self, address: Address, *stops: concurrency.Event, patience: timedelta | None = None
+    ) -> DataCaller:
+        """Return a caller that is as patient as the settings say, unless it is told otherwise."""
+        given = self.patience if patience is None else patience
+        return DataCaller(address, guard=self.guard, patience=given, stops=stops, clock=self.clock)
 
 
 class DataServiceSource(Source, WorkQueueSource):
@@ -107,13 +122,14 @@ class DataServiceSource(Source, WorkQueueSource):
         stop = self._stop = concurrency.Event()
         if self._interrupted.is_set():
             return
+        until = self._until
         try:
-            fetcher = _Fetcher(self._settings, self._job, self._turn, stop)
+            fetcher = _Fetcher(self._settings, self._job, self._turn, stop, until)
         except StoppedError:
             return
         try:
             self._job = fetcher.job
-            for records in fetcher.until(self._until):
+            for records in fetcher.until(until):
                 self._turn += 1  # before the yield: a position taken meanwhile includes this chunk
                 yield records
         finally:
@@ -145,9 +161,8 @@ class DataServiceSource(Source, WorkQueueSource):
             _check(position)
         names = [self._base] if workers == 1 else [f"{self._base}-{one}" for one in range(workers)]
         jobs = {position["job"] for position in positions} - {None}
-        caller = self._settings.caller(self._settings.address, None, self._settings.patience)
         try:
-            with caller:
+            with self._caller() as caller:
                 for position in positions:
                     where = {name: position[name] for name in ("trainer", "job", "turn")}
                     caller.call("release", **where)
@@ -156,8 +171,8 @@ class DataServiceSource(Source, WorkQueueSource):
                     if name not in saved and self._is_ours(name):  # of a run that saved nothing
                         caller.call("release", trainer=name)
                 known = caller.call("status")["trainers"]
-        except UnreachableError as cause:
-            raise DataError(f"data service: the dispatcher does not redistribute: {cause}") from cause
+        except (UnreachableError, StoppedError) as cause:
+            raise self._gave_up("the dispatcher does not redistribute", cause) from cause
         turns = {name: known[name]["turns"] if name in known else 0 for name in names}
         job = min(jobs, default=None)
         return [{"kind": _KIND, "job": job, "trainer": name, "turn": turns[name]} for name in names]
@@ -173,12 +188,11 @@ class DataServiceSource(Source, WorkQueueSource):
             DataError: The dispatcher does not answer.
         """
         _check(position)
-        caller = self._settings.caller(self._settings.address, None, self._settings.patience)
         try:
-            with caller:
+            with self._caller() as caller:
                 caller.call("release", **{name: position[name] for name in ("trainer", "job", "turn")})
-        except UnreachableError as cause:
-            raise DataError(f"data service: the dispatcher takes nothing back: {cause}") from cause
+        except (UnreachableError, StoppedError) as cause:
+            raise self._gave_up("the dispatcher takes nothing back", cause) from cause
         return position  # the trainer would get the chunks after it, and there are none
 
     def defer_to_chief(self) -> None:
@@ -193,9 +207,8 @@ class DataServiceSource(Source, WorkQueueSource):
         trained = {position["trainer"]: position["turn"] for position in others}
         self._settle()
         freed = 0
-        caller = self._settings.caller(self._settings.address, self._interrupted, self._settings.patience)
         try:
-            with caller:
+            with self._caller(self._interrupted) as caller:
                 for name, known in caller.call("status")["trainers"].items():
                     saved = trained.get(name, known["acknowledged"])
                     if name != self._trainer and self._is_ours(name) and known["turns"] > saved:
@@ -203,7 +216,7 @@ class DataServiceSource(Source, WorkQueueSource):
         except StoppedError:
             return freed > 0
         except UnreachableError as cause:
-            raise DataError(f"data service: the dispatcher takes nothing back: {cause}") from cause
+            raise self._gave_up("the dispatcher takes nothing back", cause) from cause
         return freed > 0
 
     def interrupt(self) -> None:
@@ -239,12 +252,27 @@ class DataServiceSource(Source, WorkQueueSource):
         if position["job"] is None:
             return
         self._settle()
-        caller = self._settings.caller(self._settings.address, None, self._settings.patience)
         try:
-            with caller:
+            with self._caller() as caller:
                 caller.call("acknowledge", trainer=self._trainer, turn=position["turn"])
-        except UnreachableError as cause:
-            raise DataError(f"data service: cannot acknowledge to the dispatcher: {cause}") from cause
+        except (UnreachableError, StoppedError) as cause:
+            error = self._gave_up("cannot acknowledge to the dispatcher", cause)
+            if isinstance(error, DataError):
+                raise error from cause
+            # The checkpoint has the position: the restored trainer gets the chunks after it.
+            _log.warning("%s", error)
+
+    def _caller(self, *stops: concurrency.Event) -> DataCaller:
+        """Return a caller of the dispatcher that, once this trainer is to wait no more, calls once."""
+        address = self._settings.address
+        if self._until.is_set():
+            return self._settings.caller(address, patience=timedelta())
+        return self._settings.caller(address, *stops, self._until)
+
+    def _gave_up(self, what: str, cause: Exception) -> DataError | StoppedWhileWaitingError:
+        """Return the error for a call that the dispatcher did not answer."""
+        kind = StoppedWhileWaitingError if self._until.is_set() else DataError
+        return kind(f"data service: {what}: {cause}")
 
     def close(self) -> None:
         """End an iteration that another thread may be in: it must take no chunks any more."""
@@ -278,7 +306,14 @@ def _check(position: Position) -> None:
 class _Fetcher:
     """One iteration: a thread that prefetches chunks, and the chunks that are ready."""
 
-    def __init__(self, settings: _Settings, job: str | None, turn: int, stop: concurrency.Event) -> None:
+    def __init__(
+        self,
+        settings: _Settings,
+        job: str | None,
+        turn: int,
+        stop: concurrency.Event,
+        until: concurrency.Event,
+    ) -> None:
         self._settings = settings
         self._trainer = settings.trainer
         self._turn = turn
@@ -290,7 +325,7 @@ class _Fetcher:
         # chunks this trainer holds that others could train on. All callers below belong to the thread.
         self._ready: concurrency.Queue[Records | Exception | None] = concurrency.Queue(settings.prefetch)
         self._workers: dict[str, DataCaller] = {}
-        self._dispatcher = settings.caller(settings.address, self._stop, settings.patience)
+        self._dispatcher = settings.caller(settings.address, self._stop, until)
         try:
             # Its own session: if the connection breaks, this call may arrive twice, the second time after
             # calls of the session that it began.
@@ -301,7 +336,8 @@ class _Fetcher:
             raise
         self.job = str(answer["job"])
         self._session = answer["session"]
-        self._thread = concurrency.Thread(target=self._run, name=f"fetch-{settings.trainer}")
+        # A daemon: a dispatcher that hangs must not keep the process from ending.
+        self._thread = concurrency.Thread(target=self._run, name=f"fetch-{settings.trainer}", daemon=True)
         self._thread.start()
 
     def until(self, stop: concurrency.Event) -> Iterator[Records]:
@@ -319,7 +355,10 @@ class _Fetcher:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            _log.warning("data service: a call is not answered; it is left behind")
+            return  # a connection is closed by the thread that uses it, if at all
         for caller in (self._dispatcher, *self._workers.values()):
             caller.close()
 
@@ -389,7 +428,7 @@ class _Fetcher:
 
     def _worker(self, address: str) -> DataCaller:
         if address not in self._workers:
-            self._workers[address] = self._settings.caller(address, self._stop, timedelta())
+            self._workers[address] = self._settings.caller(address, self._stop, patience=timedelta())
         return self._workers[address]
 
     def _ask(self, name: str, **body: Any) -> dict[str, Any]:

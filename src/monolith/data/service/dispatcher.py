@@ -30,7 +30,7 @@ from monolith.data.service.messages import (
     RenewBody,
     TurnsBody,
 )
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, OutOfMemoryError
 from monolith.wire.messages import Nothing, typed
 from monolith.wire.ports import Limits
 
@@ -72,6 +72,8 @@ class Dispatcher:
         # so that workers without a split and trainers without a chunk look again.
         self._changed = concurrency.Condition()
         self._closing = False
+        self._failure: BaseException | None = None
+        """Why this process is to end: there was no memory for a call."""
         self._job = Job(config, folder, clock=clock)
         self._longest = (limits or Limits()).wait.total_seconds()
         calls: dict[str, Call] = {
@@ -97,7 +99,9 @@ class Dispatcher:
             "status": self._locked(Nothing, lambda _: self._job.status()),
         }
         try:
-            self._server = DataServer(calls, host=host, port=port, guard=guard, limits=limits)
+            self._server = DataServer(
+                calls, host=host, port=port, guard=guard, limits=limits, out_of_memory=self._fail
+            )
         except BaseException:
             self._job.close()
             raise
@@ -112,9 +116,20 @@ class Dispatcher:
         return self._server.port
 
     def status(self) -> dict[str, Any]:
-        """Return the progress of the job, its workers and its trainers: plain values that survive JSON."""
+        """Return the progress of the job, its workers and its trainers: plain values that survive JSON.
+
+        Raises:
+            OutOfMemoryError: There was no memory for a call: the process is to end; its successor resumes.
+        """
+        if self._failure is not None:
+            raise OutOfMemoryError(
+                f"the dispatcher of the data service has no memory left: {self._failure}"
+            ) from self._failure
         with self._changed:
             return self._job.status()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
 
     def release(self, trainer: str) -> int:
         """Free the unacknowledged chunks of a trainer that will not return; return how many."""

@@ -10,7 +10,7 @@ Any reader of Arrow sees what each record contains.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any
@@ -177,8 +177,9 @@ class DataServer(Server):
         port: int = 0,
         guard: PortGuard | None = None,
         limits: Limits | None = None,
+        out_of_memory: Callable[[BaseException], None] | None = None,
     ) -> None:
-        handlers = Handlers(calls=calls, fetch=fetch)
+        handlers = Handlers(calls=calls, fetch=fetch, out_of_memory=out_of_memory)
         super().__init__(SERVICE, handlers, host=host, port=port, guard=guard, limits=limits)
 
 
@@ -191,10 +192,10 @@ class DataCaller(flight.Caller):
         *,
         guard: PortGuard | None = None,
         patience: timedelta = timedelta(),
-        stop: concurrency.Event | None = None,
+        stops: Sequence[concurrency.Event] = (),
         clock: Clock = concurrency.monotonic,
     ) -> None:
-        super().__init__(SERVICE, address, guard=guard, patience=patience, stop=stop, clock=clock)
+        super().__init__(SERVICE, address, guard=guard, patience=patience, stops=stops, clock=clock)
 
 
 _KIND = b"monolith.kind"

@@ -166,7 +166,7 @@ class DataWorker:
         self._buffer = _Buffer()
         self._leases: set[str] = set()
         self._renew_every = POLL
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._address_of_dispatcher, self._guard = dispatcher, guard
         self._server = DataServer(
             {"ping": typed(Nothing, lambda _: {})},
@@ -175,6 +175,7 @@ class DataWorker:
             port=port,
             guard=guard,
             limits=limits,
+            out_of_memory=self._fail,
         )
         self.address = join_address(advertise or host, self._server.port)
         try:
@@ -232,7 +233,10 @@ class DataWorker:
     def _dispatcher(self) -> DataCaller:
         """Return a way to call the dispatcher, for one thread."""
         return DataCaller(
-            self._address_of_dispatcher, guard=self._guard, patience=self._config.patience, stop=self._stop
+            self._address_of_dispatcher,
+            guard=self._guard,
+            patience=self._config.patience,
+            stops=(self._stop,),
         )
 
     # Reading
@@ -246,10 +250,14 @@ class DataWorker:
             return  # close() was called
         except Exception as error:  # raised by `wait`
             _log.error("data worker %s stops: %s", self.address, error)
-            with self._changed:
-                self._failure = self._failure or error
-                self._stop.set()
-                self._changed.notify_all()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Stop the worker; `wait` raises the error."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._stop.set()
+            self._changed.notify_all()
 
     def _read(self, dispatch: DataCaller) -> None:
         while not self._stop.is_set():

@@ -130,6 +130,10 @@ class SplitFlow:
             self._changed.notify_all()
             return found
 
+    def read_until(self, stop: concurrency.Event) -> None:
+        """Have the source stop waiting once an event is set; see `Stream.read_until`."""
+        self._reader.source.read_until(stop)
+
     def read_for(self, run: str) -> None:
         """Tell the source which run reads; see `Stream.read_for`."""
         self._reader.source.read_for(run)
@@ -283,6 +287,9 @@ class MergeFlow(Source):
             if len(merged):
                 yield merged
 
+    def read_until(self, stop: concurrency.Event) -> None:
+        self._inputs.read_until(stop)
+
     def read_for(self, run: str) -> None:
         self._inputs.read_for(run)
 
@@ -361,6 +368,10 @@ class _Sources:
             missing -= len(parts[-1])
             reader.advance(len(parts[-1]))
         return concat(parts) if parts else Records(0, {})
+
+    def read_until(self, stop: concurrency.Event) -> None:
+        for reader in self._readers.values():
+            reader.source.read_until(stop)
 
     def read_for(self, run: str) -> None:
         for reader in self._readers.values():

@@ -296,7 +296,7 @@ class GrpcPort:
                 reflection,
                 reflection_pb2,
             )
-        except ImportError:
+        except ModuleNotFoundError:
             return
         pool, names = _reflected()
         handler = self._grpc.stream_stream_rpc_method_handler(
@@ -694,6 +694,6 @@ def _import_health() -> Any | None:
     """Return the messages of `grpc.health.v1`; None if the package is not installed."""
     try:
         from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
-    except ImportError:
+    except ModuleNotFoundError:
         return None
     return health_pb2

@@ -23,7 +23,7 @@ from typing import Any
 
 from monolith import concurrency
 from monolith.cluster.security import is_loopback
-from monolith.errors import MissingExtraError
+from monolith.errors import optional_package
 from monolith.serve.config import ServeLimits
 from monolith.wire.ports import within_files
 
@@ -322,11 +322,9 @@ def _import_uvicorn() -> tuple[Any, Any]:
     Raises:
         MissingExtraError: Either is not installed.
     """
-    try:
+    with optional_package("uvicorn with httptools", "serve", "serving over HTTP", "uvicorn", "httptools"):
         import uvicorn
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError as cause:
-        raise MissingExtraError("uvicorn with httptools", "serve", "serving over HTTP") from cause
 
     class BoundedProtocol(HttpToolsProtocol):
         """One connection: a head within bytes and time, and not too many connections.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from monolith import __version__
-from monolith.errors import MissingExtraError
+from monolith.errors import optional_package
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 """Headers over HTTP, and metadata over gRPC."""
@@ -26,7 +26,12 @@ class RequestSpans:
     """
 
     def __init__(self, to: str) -> None:
-        try:
+        with optional_package(
+            "opentelemetry-exporter-otlp-proto-http",
+            "otel",
+            "sending spans (serve.trace_to)",
+            "opentelemetry",
+        ):
             from opentelemetry import trace
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -34,10 +39,6 @@ class RequestSpans:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        except ImportError as cause:
-            raise MissingExtraError(
-                "opentelemetry-exporter-otlp-proto-http", "otel", "sending spans (serve.trace_to)"
-            ) from cause
         self._trace: Any = trace
         self._context = TraceContextTextMapPropagator()
         resource = Resource.create({"service.name": "monolith-serve", "service.version": __version__})

@@ -31,6 +31,7 @@ from monolith.errors import (
     CorruptFileError,
     FileMissingError,
     MonolithError,
+    OutOfMemoryError,
     RequestError,
     UnavailableError,
 )
@@ -172,13 +173,16 @@ class ServingServer:
         self._look_every = config.check_every.total_seconds()
         self._lookups = 0
         self._ended = concurrency.Event()
+        self._no_memory: BaseException | None = None
         self._ready = False
         self._watcher: concurrency.Thread | None = None
         calls = {"hello": self._hello, "status": lambda _: self.status()}
         try:
             self._server = Server(
                 SERVICE,
-                Handlers(calls=typed_calls(_CALLS, calls), message=self._lookup),
+                Handlers(
+                    calls=typed_calls(_CALLS, calls), message=self._lookup, out_of_memory=self._note_no_memory
+                ),
                 host=config.host,
                 port=config.port,
                 guard=guard,
@@ -256,13 +260,24 @@ class ServingServer:
         self._watcher = concurrency.Thread(target=self._watch, name=f"serving-{self.shard}", daemon=True)
         self._watcher.start()
 
+    def _note_no_memory(self, error: BaseException) -> None:
+        self._no_memory = error
+
     def serve(self, stop: concurrency.Event | None = None) -> None:
-        """`start`, wait until `stop` is set or `close` was called, and `close`."""
+        """`start`, wait until `stop` is set or `close` was called, and `close`.
+
+        Raises:
+            OutOfMemoryError: There was no memory for a lookup: the process is to end. Other replicas answer
+                until it is started again.
+        """
         self.start()
         ended = self._ended if stop is None else stop
         try:
             while not ended.wait(0.5) and not self._ended.is_set():
-                pass
+                if self._no_memory is not None:
+                    raise OutOfMemoryError(
+                        f"serving server {self.role} has no memory left: {self._no_memory}"
+                    ) from self._no_memory
         finally:
             self.close()
 

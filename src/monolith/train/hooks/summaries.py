@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from monolith import concurrency, filesystem
-from monolith.errors import ConfigError, MissingExtraError
+from monolith.errors import ConfigError, MissingExtraError, optional_package
 from monolith.observe.summaries import SummaryWriter
 from monolith.table import TableStats
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
@@ -221,12 +221,10 @@ class MlflowSink(_Tracker):
 
     def __init__(self, uri: str | None, experiment: str, run_name: str, run_id: str | None = None) -> None:
         super().__init__()
-        try:
+        with optional_package("mlflow", "mlflow", "metrics in MLflow"):
             from mlflow.entities import Metric
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
-        except ImportError as cause:
-            raise MissingExtraError("mlflow", "mlflow", "metrics in MLflow") from cause
         self._metric: Any = Metric
         self._pending: Any = None
         try:
@@ -274,10 +272,8 @@ class WandbSink(_Tracker):
         self, project: str, run_name: str, folder: str, *, offline: bool, run_id: str | None = None
     ) -> None:
         super().__init__()
-        try:
+        with optional_package("wandb", "wandb", "metrics in W&B"):
             import wandb
-        except ImportError as cause:
-            raise MissingExtraError("wandb", "wandb", "metrics in W&B") from cause
         self.run_id = run_id or uuid.uuid4().hex[:12]
         try:
             self._run: Any = wandb.init(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from monolith.errors import MissingExtraError
+from monolith.errors import optional_package
 from monolith_bench.examples.demo.rival import Point
 
 
@@ -34,10 +34,8 @@ def draw_picture(path: Path, points: Sequence[Point], marks: Marks) -> None:
     Raises:
         MissingExtraError: There is no matplotlib.
     """
-    try:
+    with optional_package("matplotlib", "plot", "the demo's picture"):
         from matplotlib.figure import Figure
-    except ImportError as cause:
-        raise MissingExtraError("matplotlib", "plot", "the demo's picture") from cause
     judged = [point for point in points if point.frozen is not None]
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     axis = figure.subplots()
