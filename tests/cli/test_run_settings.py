@@ -408,6 +408,7 @@ SERVED_RANKS = ["--cluster.mode", "sync", "--cluster.num-ps", "1", "--model_dir"
         (["--train.restore.continue-training"], "continue_training says what reset_dense does"),
         (["--metrics.port", "0", "--metrics.host", "0.0.0.0"], "metrics.host: cannot listen on 0.0.0.0"),
         (["--train.max-steps", "-1"], "max_steps must be above 0"),
+        (["--train.tracking.tensorboard-dir", "t"], "only a run with a model_dir is tracked"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_train_and_by_config_check(

@@ -366,6 +366,16 @@ class TrainConfig:
             )
 
     @property
+    def summaries_dir(self) -> str:
+        """The folder of TensorBoard's event files."""
+        return self.tracking.tensorboard_dir or filesystem.join(self.model_dir, "summaries")
+
+    @property
+    def curves_dir(self) -> str:
+        """The folder of the event files of evaluations."""
+        return filesystem.join(self.tracking.tensorboard_dir or self.model_dir, "eval")
+
+    @property
     def asks_for_device_rows(self) -> bool:
         """Whether rows are to be on the accelerator whatever the run is; see `runtime.rows_place` for a
         config that leaves it open."""
