@@ -395,7 +395,7 @@ SERVED_RANKS = ["--cluster.mode", "sync", "--cluster.num-ps", "1", "--model_dir"
         ([*RANKS, "--failover.recovery", "keep_going"], "ranks continue from the same step or not at all"),
         ([*RANKS, "--dense.max-staleness", "2"], "nothing is fetched or pushed. Leave dense out"),
         ([*SERVED_RANKS, "--discovery.kind", "mpi"], "name a registry that both reach"),
-        (["--log_step_count_steps", "3"], "log lines are counted in time"),
+        (["--base_name", "feed"], "nothing is sent to servers by name"),
         (["--mode", "eval"], "job.command: 'eval' is not training; use `monolith evaluate`"),
         (["--cluster.num-workers", "2", "--model_dir", "m"], "set cluster.num_ps (--num-ps)"),
         (["--cluster.num-workers", "2"], "set --model-dir"),
@@ -445,7 +445,6 @@ def test_what_is_asked_not_to_be_done_is_not_refused() -> None:
 
 def test_a_platforms_folder_for_summaries_does_not_stop_a_run() -> None:
     assert trained(environ={"TENSORBOARD_LOG_PATH": "/logs"}) == TrainConfig()
-    assert "summaries are in summaries/ of the model_dir" in problems(None, "--tensorboard_log_path", "/logs")
 
 
 def test_a_variable_that_means_nothing_is_refused() -> None:

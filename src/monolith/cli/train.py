@@ -110,8 +110,9 @@ def live_line(task: Task, config: RunConfig) -> ProgressView:
     """Return what shows the status of training: a line redrawn on a terminal, else lines of the log."""
     from monolith.train.hooks.live_line import describe_status, log_status
 
-    if not sys.stderr.isatty() or logs_json():
-        return ProgressView(log_status, config.train.report_every, nullcontext())
+    steps = config.train.report_every_steps
+    if steps is not None or not sys.stderr.isatty() or logs_json():
+        return ProgressView(log_status, steps or config.train.report_every, nullcontext())
     from monolith.observe.terminal import LiveLine
 
     line = LiveLine(f"Training {task.name}", "steps", sys.stderr)

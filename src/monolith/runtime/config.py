@@ -137,6 +137,10 @@ class ExportConfig(Checked):
     """The coding of single tables that differ from `coding`."""
     shards: int = 0
     """How many serving servers the rows are split over; 0 keeps them with the rest of the model."""
+    warm_up_file: str | None = None
+    """A file of requests with which a server warms up, in place of rows of the evaluation data: JSON objects
+    as /v2/models/NAME/infer takes them, one in each line, or warmup.json of another version. If there is no
+    such file, a line says so."""
     missing_rows: Literal["refuse", "default"] = "refuse"
     """Whether a server answers with zeros in place of rows whose serving server does not answer, and says so;
     refuse answers with an error."""

@@ -246,7 +246,11 @@ def read_run(
         ConfigError: Lists every problem found.
     """
     if environ.get(_PLATFORM):
-        _log.info("%s is ignored: summaries are in summaries/ of the model_dir", _PLATFORM)
+        _log.info(
+            "%s is ignored: summaries are in summaries/ of the model_dir, or where "
+            "train.tracking.tensorboard_dir says",
+            _PLATFORM,
+        )
     run = load_run_config(
         file=file,
         environ=environ,

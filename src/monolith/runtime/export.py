@@ -18,7 +18,7 @@ from monolith import filesystem
 from monolith.checkpoint import Saver
 from monolith.checkpoint.offline.reading import complete_names
 from monolith.data import as_stream
-from monolith.errors import ConfigError, DataError, ExportError, MonolithError
+from monolith.errors import ConfigError, DataError, ExportError, FileMissingError, MonolithError
 from monolith.feature import Batch, FeatureSpec
 from monolith.model import ReadyModel
 from monolith.observe import Metrics
@@ -28,7 +28,7 @@ from monolith.runtime.config import EXPORTED, ExportConfig
 from monolith.runtime.publish_pause import PauseFile, PublishPause
 from monolith.serve.export_tables import TableCodings
 from monolith.serve.exporter import ExportedServable, Exporter, ExportHow, ExportModel
-from monolith.serve.manifest import draw_requests, read_servable
+from monolith.serve.manifest import draw_requests, read_requests, read_servable, write_requests
 from monolith.serve.request_reader import Kind, RequestReader, kinds_of
 from monolith.serve.versions import (
     ENTRY,
@@ -164,14 +164,15 @@ def task_exporter(
     *,
     factory: str | None = None,
     arguments: Mapping[str, Any] | None = None,
-    warm_up: bool = True,
+    warm_up: bool | str = True,
     say: Callable[[str], object] = _log.info,
 ) -> Iterator[Exporter]:
     """Have what exports the checkpoints of a task.
 
     Args:
         factory, arguments: What makes its model where it is served as a Python module.
-        warm_up: Whether requests to warm a server up are drawn from the task's evaluation data.
+        warm_up: Whether requests to warm a server up are drawn from the task's evaluation data; or a file of
+            requests, see `ExportConfig.warm_up_file`.
         say: Told what could not be had, in a line.
 
     Raises:
@@ -179,7 +180,13 @@ def task_exporter(
     """
     with Trainer(task, config).without_rows() as (module, restore):
         spec = _spec_of(module)
-        sample = _sample_of(task, module, spec, say) if warm_up or spec is None else _Sample()
+        given = None
+        if isinstance(warm_up, str) and (given := _requests_in(warm_up)) is None:
+            say(f"there is no file {warm_up} of warm-up requests; they are drawn from the evaluation data")
+        drawn = warm_up is not False and given is None
+        sample = _sample_of(task, module, spec, say) if drawn or spec is None else _Sample()
+        if given is not None:
+            _check_requests(given, RequestReader(spec, _ids_of(module, spec), sample.floats), str(warm_up))
         model = ExportModel(
             name=task.name,
             module=module,
@@ -191,7 +198,7 @@ def task_exporter(
             factory=factory,
             arguments=arguments or {},
             kinds=sample.kinds,
-            requests=sample.requests if warm_up else (),
+            requests=sample.requests if drawn else given or (),
         )
         yield Exporter(model, how, restore, withhold=withheld_export(config.model_dir))
 
@@ -214,9 +221,9 @@ def _sample_of(
     if batch is None:
         return _Sample(floats=floats)
     floats = {name: tensor.shape[1] for name, tensor in batch.floats.items()}
-    ids = [] if spec is not None else _features_of(module)
     kinds = kinds_of(batch)
-    requests = draw_requests(batch, RequestReader(spec, ids, floats, kinds).inputs, raw=spec is not None)
+    reader = RequestReader(spec, _ids_of(module, spec), floats, kinds)
+    requests = draw_requests(batch, reader.inputs, raw=spec is not None)
     return _Sample(floats=floats, labels=tuple(batch.labels), requests=requests, kinds=kinds)
 
 
@@ -238,7 +245,40 @@ def _read_first(task: Task, names: Sequence[str], say: Callable[[str], object]) 
         return next(iter(data), None)
 
 
-def _features_of(module: nn.Module) -> list[str]:
+def _requests_in(path: str) -> list[dict[str, Any]] | None:
+    """Return the warm-up requests of a file; None if there is no such file."""
+    try:
+        text = filesystem.read_bytes(path)
+    except FileMissingError:
+        return None
+    try:
+        try:
+            parsed = [json.loads(text)]
+        except ValueError:
+            parsed = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [request for one in parsed for request in one.get("requests", [one])]
+    except (ValueError, AttributeError, TypeError) as cause:
+        raise ExportError(
+            f"export.warm_up_file: {path} is not JSON of requests: {cause}. Write one in each line, as "
+            "a client sends it to /v2/models/NAME/infer; records of TensorFlow's PredictionLog are not read"
+        ) from cause
+
+
+def _check_requests(requests: Sequence[Mapping[str, Any]], reader: RequestReader, path: str) -> None:
+    for number, request in enumerate(requests, 1):
+        try:
+            for columns in read_requests(write_requests([request]), path):
+                reader.batch(columns)
+        except MonolithError as cause:
+            raise ExportError(
+                f"export.warm_up_file: the model cannot answer request {number} of {path}: {cause}"
+            ) from cause
+
+
+def _ids_of(module: nn.Module, spec: FeatureSpec | None) -> list[str]:
+    """Return the features that requests name by themselves; none if they have raw columns."""
+    if spec is not None:
+        return []
     from monolith.serve.tracing import collections_of
 
     return list(dict.fromkeys(name for one in collections_of(module) for name in one.features))
@@ -393,7 +433,8 @@ def exports_when_saving(
         raise ExportError(
             f"cannot export to {root}: a servable is written to a disk of this machine; set export.dir"
         )
-    with task_exporter(task, config, how_to_export(export, config), say=say) as exporter:
+    how, warm_up = how_to_export(export, config), export.warm_up_file or True
+    with task_exporter(task, config, how, warm_up=warm_up, say=say) as exporter:
         yield [
             ExportListener(
                 exporter, config.model_dir, root, shards=export.shards, keep=export.keep, metrics=metrics
