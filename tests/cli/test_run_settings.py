@@ -28,6 +28,7 @@ from monolith.errors import ConfigError
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_help import KINDS
 from monolith.runtime.config_loading import read_run
+from monolith.runtime.launch import MARK
 from monolith.train import DailyHours, ExpiryConfig, KeepConfig, SaveConfig, TrainConfig
 
 TASK = "train.tasks:Clicks"
@@ -441,6 +442,16 @@ def as_tables(flags: list[str]) -> dict[str, Any]:
 def test_what_is_asked_not_to_be_done_is_not_refused() -> None:
     flags = ["--enable_sync_training", "false", "--nopartial_recovery", "--num_redundant_ps=0"]
     assert trained(None, *flags) == TrainConfig()
+
+
+def test_a_launched_process_does_not_repeat_what_its_launcher_has_said_of_flags(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = TrainOptions(run_flags=("--use_estimator",))
+    run_of(options, {MARK: "of the launcher"})
+    assert caplog.messages == []
+    run_of(options, {})
+    assert "use_estimator (from --use_estimator) is ignored" in caplog.text
 
 
 def test_a_platforms_folder_for_summaries_does_not_stop_a_run() -> None:

@@ -162,12 +162,17 @@ SWITCHES: Mapping[str, tuple[str, object]] = {
 
 
 def run_of(
-    options: TrainOptions, environ: Mapping[str, str], decided: Mapping[str, Any] | None = None
+    options: TrainOptions,
+    environ: Mapping[str, str],
+    decided: Mapping[str, Any] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> RunConfig:
     """Read the run that a command line asks for; see `read_run`.
 
     Args:
         decided: Fields of RunConfig that win over every other source.
+        warn: Told of old names that mean nothing any more; by default the log, unless a launcher has read
+            the same and said it.
 
     Raises:
         ConfigError: Lists every problem found.
@@ -177,7 +182,11 @@ def run_of(
             flags = " and ".join("--" + name.replace("_", "-") for name in (one, other))
             raise ConfigError(f"train: {flags} contradict each other; give one of them")
     run = read_run(
-        options.config, environ, flags=options.run_flags, code={**_said(options), **(decided or {})}
+        options.config,
+        environ,
+        flags=options.run_flags,
+        code={**_said(options), **(decided or {})},
+        warn=warn or (_log.debug if environ.get(MARK) else _log.warning),
     )
     if options.from_ is not None:
         if not run.train.model_dir:
