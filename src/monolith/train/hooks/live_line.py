@@ -21,6 +21,7 @@ from torch import Tensor
 from monolith import concurrency
 from monolith.observe import Gauge, Metrics
 from monolith.observe.progress import (
+    counted,
     describe_amount,
     describe_bytes,
     describe_part,
@@ -283,7 +284,7 @@ def describe_status(standing: TrainStatus) -> dict[str, str]:
         days = standing.lag_seconds / 86_400
         facts["behind"] = f"{days:,.0f} days" if days >= 2 else describe_seconds(standing.lag_seconds)
     if standing.staleness:
-        facts["dense staleness"] = f"{standing.staleness:,} step{'' if standing.staleness == 1 else 's'}"
+        facts["dense staleness"] = counted(standing.staleness, "step")
     counts = {
         "skipped batches": standing.skipped,
         "rows with bad gradients": standing.non_finite,
