@@ -159,7 +159,6 @@ _FOLLOWED = (
     "with the place that publish.to says"
 )
 _ITEMS = "no run reads all items after training; `monolith export embeddings` does, with candidates.path"
-_LOG = "log lines are counted in time, not in steps: train.report_every"
 _FOUNTAIN = "Fountain is a service inside ByteDance; see data_service and kafka"
 
 ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
@@ -215,11 +214,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "dense_only_save_checkpoints_secs": Renamed("train.dense_save.secs"),
     "dense_only_save_checkpoints_steps": Renamed("train.dense_save.steps"),
     "dense_only_stop_training_when_save": Unsupported("dense weights are saved without holding the workers"),
-    "warmup_file": Unsupported(
-        "an export contains its own warm-up requests, drawn from the task's evaluation data; a serving "
-        "server runs them before it answers. Leave it out; `monolith export --no-warm-up` turns them off",
-        default="./warmup_file",
-    ),
+    "warmup_file": Renamed("export.warm_up_file", empty_is_open),
     "skip_zero_embedding_when_serving": Dropped(
         "it saved memory; served rows are a mapped file, of which only the rows that are read take memory"
     ),
@@ -241,10 +236,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "continue_training": Renamed("train.restore.continue_training"),
     "reload_alias_map": Renamed("train.restore.alias_map", turned_round),
     "enable_alias_map_auto_gen": Renamed("train.restore.auto_alias"),
-    "enable_model_dump": Unsupported(
-        "set export.when_saving, which writes a servable with each checkpoint; `monolith checkpoint inspect` "
-        "shows the content of a checkpoint"
-    ),
+    "enable_model_dump": Renamed("export.when_saving"),
     "enable_resource_constrained_roughsort": Unsupported(_ITEMS),
     "roughsort_candidate_items_path": Unsupported(_ITEMS),
     "roughsort_items_use_parquet": Unsupported(_ITEMS),
@@ -256,10 +248,10 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "use_dataservice": Renamed("data_service.enabled"),
     "num_extra_dsworker_on_gpu_worker": Renamed("data_service.extra_workers"),
     "save_summary_steps": Renamed("train.summary_every_steps"),
-    "log_step_count_steps": Unsupported(_LOG, default=100),
+    "log_step_count_steps": Renamed("train.report_every_steps"),
     # DistributedCpuTrainingConfig
     "model_dir": Renamed("train.model_dir"),
-    "tensorboard_log_path": Unsupported("summaries are in summaries/ of the model_dir"),
+    "tensorboard_log_path": Renamed("train.tracking.tensorboard_dir"),
     "intra_op_parallelism_threads": Renamed("threads.intra_op"),
     "inter_op_parallelism_threads": Renamed("threads.inter_op"),
     "num_extra_ps": Renamed("cluster.num_extra_ps"),
@@ -328,7 +320,7 @@ OTHER_FLAGS: Mapping[str, Renamed | Dropped | Unsupported] = {
     "enable_parameter_sync": Renamed("publish.to", publish_place),
     "metric_prefix": Renamed("metrics.prefix"),
     "save_summary_interval": Renamed("train.summary_every_steps"),
-    "root_log_interval": Unsupported(_LOG),
+    "root_log_interval": Renamed("train.report_every_steps"),
     "overwrite_end_date": Renamed("job.override_end_date", empty_is_open),
     "enable_local_profiling": Dropped("name the first step with profile.from_step"),
     "tf_version": Dropped("there is no TensorFlow"),
@@ -373,7 +365,6 @@ _PATHS_WITHOUT_FIELD = {
     "data.tasks_per_worker": "max_task_num_per_worker",
     "data.reorder_fids": "reorder_fids_in_data_pipeline",
     "sync": "base_name",
-    "serving": "warmup_file",
     "serving.dump_model": "enable_model_dump",
     "metrics.native": "disable_native_metrics",
     "metrics.log_every_steps": "log_step_count_steps",

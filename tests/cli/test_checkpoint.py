@@ -130,6 +130,14 @@ def test_the_latest_checkpoint_of_a_run_is_shown(prefixes: list[str], folder: Pa
     assert "verified: all checksums match" in printed("inspect", str(folder), "--verify")
 
 
+def test_long_values_are_shown_in_lines_below_each_other() -> None:
+    assert command.in_lines({"next": 114}) == '{"next": 114}'
+    shown = command.in_lines({"finished": [f"clicks/day-{day}.parquet" for day in range(500)], "next": 3})
+    assert max(map(len, shown.splitlines())) <= command.LINE + 2
+    assert shown.splitlines()[0] == ""
+    assert "day-499.parquet" in shown
+
+
 def test_linked_files_of_tiered_tables_are_counted(folder: Path, printed: Any) -> None:
     run = SmallRun(folder, kind=LinkingTieredTable)
     run.train(*range(200))

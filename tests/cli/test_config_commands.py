@@ -3,33 +3,16 @@ import re
 import pytest
 from runtime.config_files import write_project
 
-from monolith.cli import commands, main
-from monolith.cli.commands import Command
-from monolith.cli.options.jobs import (
-    ConfigCheckOptions,
-    ConfigExplainOptions,
-    ConfigInitOptions,
-    ConfigShowOptions,
-)
+from monolith.cli import main
 from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import derive_token
 from monolith.config.fields import leaf_paths
 from monolith.runtime import task_data
 from monolith.runtime.config import RunConfig
 
-MODULE = "monolith.cli.config_commands"
-CONFIG_COMMANDS = {
-    "config init": Command(ConfigInitOptions, MODULE, "init"),
-    "config explain": Command(ConfigExplainOptions, MODULE, "explain", positional=True),
-    "config check": Command(ConfigCheckOptions, MODULE, "check", positional=True),
-    "config show": Command(ConfigShowOptions, MODULE, "show", positional=True),
-}
-
 
 @pytest.fixture
-def run(capsys, monkeypatch):
-    monkeypatch.setattr(main, "COMMANDS", {**commands.COMMANDS, **CONFIG_COMMANDS})
-
+def run(capsys):
     def call(*words: str) -> tuple[int, str, str]:
         status = main.main(list(words))
         captured = capsys.readouterr()
@@ -91,6 +74,39 @@ def test_a_check_names_all_problems_and_exits_with_1(run, tmp_path):
     assert "3 problems" in out
     for found in ("cluster.num_workers", "train.keep.max_to_keep", "unknown key trian"):
         assert found in out
+
+
+def test_misspelt_keys_of_all_sections_are_named_at_once(run, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "trian = 3\n[train]\nseedd = 1\n[train.save]\nstepss = 3\n[data]\npth = 'x'\n"
+        "[candidates]\npathh = 'x'\n"
+        "[features.user]\ntype = 'IdFeature'\ndimm = 3\n[labels.click]\natleast = 1\n"
+        "[model]\ntype = 'deepfm'\nhiden = [3]\n[task]\nbatchsize = 3\n"
+    )
+    status, out, _ = run("config", "check", str(file))
+    assert status == 1
+    for key in ("trian", "train.seedd", "train.save.stepss", "data.pth", "candidates.pathh"):
+        assert f"unknown key {key} (from {file})" in out
+    for key in ("features.user.dimm", "labels.click.atleast", "model.hiden"):
+        assert f"unknown key {key} (from the config)" in out
+    assert f"task.batchsize (from {file}): unknown key; the nearest known key is task.batch_size" in out
+
+
+def test_a_check_takes_the_flags_of_train(run, tmp_path, monkeypatch):
+    file = write_project(tmp_path)
+    assert run("config", "check", str(file))[0] == 0
+    flags = ("--steps", "-3", "--filter_type=x", "--train.save.stepss", "2")
+    status, out, _ = run("config", "check", str(file), *flags)
+    assert status == 1
+    for found in ("steps must be above 0", "(from --filter_type)", "unknown flag --train.save.stepss"):
+        assert found in out
+    check = ("config", "check", str(file))
+    assert "no file matches" in run(*check, "--data.path", "none.csv")[1]
+    assert "unknown key batchsize (from 'batchsize=3')" in run(*check, "--set", "batchsize=3")[1]
+    monkeypatch.setenv("MONOLITH_TRAIN__STEPS", "-3")
+    assert run(*check)[0] == 0
+    assert "from MONOLITH_TRAIN__STEPS" in run(*check, "--environment")[1]
 
 
 def test_a_file_that_cannot_be_read_fails_its_check(run, tmp_path):
@@ -240,9 +256,7 @@ def test_a_field_is_explained_by_either_name(run, name):
 
 def test_a_name_without_a_meaning_is_explained_too(run):
     assert run("config", "explain", "use_estimator")[1].startswith("use_estimator is accepted and ignored: ")
-    assert run("config", "explain", "warmup_file")[1].startswith(
-        "warmup_file is refused: an export contains its own warm-up requests"
-    )
+    assert run("config", "explain", "base_name")[1].startswith("base_name is refused: nothing is sent to")
 
 
 def test_a_former_path_is_explained_by_the_one_of_today(run):

@@ -154,7 +154,7 @@ def test_infinite_floats_are_found_with_file_record_and_column(
     assert main(["data", "validate", str(path)]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{path}: record 2: column 'price' is inf" in printed
-    assert "3 good records, 1 faults" in printed  # NaN is a value that is missing
+    assert "3 good records, 1 fault" in printed  # NaN is a value that is missing
 
 
 SHOP = "user,code,price,tags,time\n" + "".join(
@@ -224,7 +224,7 @@ def test_malformed_records_are_told_and_stop_a_conversion(
     path.write_text("a,b\n1,2\n1,2,3\n4,5\n")
     assert main(["data", "validate", str(path)]) == 1
     printed = capsys.readouterr().out
-    assert "2 good records, 1 faults" in printed
+    assert "2 good records, 1 fault" in printed
     assert main(["data", "convert", str(path), "--to", str(to)]) == 2
     assert not to.exists()
     assert main(["data", "convert", str(path), "--to", str(to), "--skip-bad"]) == 0

@@ -19,13 +19,20 @@ from monolith.cli.main import answer, parse_options
 from monolith.cli.options.export import ExportOptions
 from monolith.data import FileSource, Pipeline, Stream
 from monolith.data.formats import CsvFormat
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, ExportError
 from monolith.feature import Batch, FeatureSpec, IdFeature, Label
 from monolith.model import DeepFM
 from monolith.observe import Metrics
 from monolith.runtime import Trainer
 from monolith.runtime.config import ExportConfig
-from monolith.runtime.export import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
+from monolith.runtime.export import (
+    STATE_FILE,
+    ExportListener,
+    VersionMarks,
+    exports_when_saving,
+    how_to_export,
+    task_exporter,
+)
 from monolith.runtime.publish_pause import NAME, PublishPause
 from monolith.serve import Predictor
 from monolith.serve.versions import LockedVersion, list_versions, withheld_versions
@@ -257,6 +264,40 @@ def test_warm_up_requests_are_drawn_from_a_csv(tmp_path):
     exported(trained(tmp_path / "run", task), tmp_path / "out", task=task)
     drawn = json.loads((tmp_path / "out" / "6" / "warmup.json").read_text())["requests"]
     assert drawn[0]["inputs"][0]["data"] == ["u0"]
+
+
+def test_a_file_of_requests_takes_the_place_of_those_of_the_evaluation_data(tmp_path):
+    (tmp_path / "clicks.csv").write_text("user,click\n" + "".join(f"u{n},{n % 2}\n" for n in range(24)))
+    task = FromCsv(path=str(tmp_path / "clicks.csv"))
+    config, file = trained(tmp_path / "run", task), tmp_path / "requests"
+    request = {"inputs": [{"name": "user", "datatype": "BYTES", "shape": [2], "data": ["ann", "bob"]}]}
+
+    def export(to: str) -> list[str]:
+        said: list[str] = []
+        how = how_to_export(ExportConfig(), config)
+        with task_exporter(task, config, how, warm_up=str(file), say=said.append) as exporter:
+            exporter.export(f"{config.model_dir}/model.ckpt-6", str(tmp_path / to))
+        return said
+
+    def requests(to: str) -> list[object]:
+        return list(json.loads((tmp_path / to / "6" / "warmup.json").read_text())["requests"])
+
+    assert export("drawn") == [
+        f"there is no file {file} of warm-up requests; they are drawn from the evaluation data"
+    ]
+    assert len(requests("drawn")) == 2
+    file.write_text(f"{json.dumps(request)}\n{json.dumps(request)}\n")
+    assert export("lines") == []
+    assert requests("lines") == [request, request]
+    file.write_bytes((tmp_path / "drawn" / "6" / "warmup.json").read_bytes())
+    export("copied")
+    assert requests("copied") == requests("drawn")
+    file.write_bytes(b"\x0a\x04\x00 a PredictionLog")
+    with pytest.raises(ExportError, match="PredictionLog are not read"):
+        export("binary")
+    file.write_text(json.dumps({"inputs": [{**request["inputs"][0], "name": "item"}]}))
+    with pytest.raises(ExportError, match=r"cannot answer request 1 of .*user"):
+        export("others")
 
 
 # While publishing is paused

@@ -60,7 +60,7 @@ def test_a_run_is_followed_to_its_end_and_not_measured_twice(
     assert printed[0]["metrics"].keys() >= {"click/auc", "click/log_loss", "loss"}
     assert "2 checkpoints; the run is finished, at step 4" in said.err
     assert [{**line, "time": 0} for line in lines(tmp_path)] == [{**one, "time": 0} for one in printed]
-    drawn = list(read_summaries(map(str, (tmp_path / "eval").glob("*tfevents*")), "scalars"))
+    drawn = list(read_summaries(map(str, (tmp_path / "eval" / "checkpoints").glob("*tfevents*")), "scalars"))
     curve = [(one.step, float(one.data)) for one in drawn if one.tag == "metrics/click/auc"]
     assert curve == [(one["step"], pytest.approx(one["metrics"]["click/auc"])) for one in printed]
     train(tmp_path, "--steps", "2")

@@ -28,6 +28,7 @@ from monolith.errors import ConfigError
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_help import KINDS
 from monolith.runtime.config_loading import read_run
+from monolith.runtime.launch import MARK
 from monolith.train import DailyHours, ExpiryConfig, KeepConfig, SaveConfig, TrainConfig
 
 TASK = "train.tasks:Clicks"
@@ -395,7 +396,7 @@ SERVED_RANKS = ["--cluster.mode", "sync", "--cluster.num-ps", "1", "--model_dir"
         ([*RANKS, "--failover.recovery", "keep_going"], "ranks continue from the same step or not at all"),
         ([*RANKS, "--dense.max-staleness", "2"], "nothing is fetched or pushed. Leave dense out"),
         ([*SERVED_RANKS, "--discovery.kind", "mpi"], "name a registry that both reach"),
-        (["--log_step_count_steps", "3"], "log lines are counted in time"),
+        (["--base_name", "feed"], "nothing is sent to servers by name"),
         (["--mode", "eval"], "job.command: 'eval' is not training; use `monolith evaluate`"),
         (["--cluster.num-workers", "2", "--model_dir", "m"], "set cluster.num_ps (--num-ps)"),
         (["--cluster.num-workers", "2"], "set --model-dir"),
@@ -408,6 +409,7 @@ SERVED_RANKS = ["--cluster.mode", "sync", "--cluster.num-ps", "1", "--model_dir"
         (["--train.restore.continue-training"], "continue_training says what reset_dense does"),
         (["--metrics.port", "0", "--metrics.host", "0.0.0.0"], "metrics.host: cannot listen on 0.0.0.0"),
         (["--train.max-steps", "-1"], "max_steps must be above 0"),
+        (["--train.tracking.tensorboard-dir", "t"], "only a run with a model_dir is tracked"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_train_and_by_config_check(
@@ -442,9 +444,18 @@ def test_what_is_asked_not_to_be_done_is_not_refused() -> None:
     assert trained(None, *flags) == TrainConfig()
 
 
+def test_a_launched_process_does_not_repeat_what_its_launcher_has_said_of_flags(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = TrainOptions(run_flags=("--use_estimator",))
+    run_of(options, {MARK: "of the launcher"})
+    assert caplog.messages == []
+    run_of(options, {})
+    assert "use_estimator (from --use_estimator) is ignored" in caplog.text
+
+
 def test_a_platforms_folder_for_summaries_does_not_stop_a_run() -> None:
     assert trained(environ={"TENSORBOARD_LOG_PATH": "/logs"}) == TrainConfig()
-    assert "summaries are in summaries/ of the model_dir" in problems(None, "--tensorboard_log_path", "/logs")
 
 
 def test_a_variable_that_means_nothing_is_refused() -> None:

@@ -240,6 +240,82 @@ def test_names_without_a_meaning_are_accepted_with_a_warning() -> None:
     assert all("is ignored: " in warning for warning in warnings)
 
 
+ASKED = """
+    server_type=ps index=1 num_ps=1 num_workers=2 model_name=feed filter_capacity=500 filter_split_num=5
+    filter_type=no_filter filter_equal_probability=false hashtable_init_capacity=9
+    use_native_multi_hash_table=false embedding_prefetch_capacity=3 enable_embedding_postpush=false
+    enable_variable_prefetch=true enable_variable_postpush=true enable_sync_training=true
+    enable_partial_sync_training=true enable_gpu_training=true processes_per_gpu=2
+    merge_sync_training_ckpt=false mode=eval partial_recovery=true tide_start_hour=1 tide_start_minute=2
+    tide_end_hour=3 tide_end_minute=4 tide_save_secs=60 enable_realtime_training=true
+    enable_async_optimize=true enable_pipelined_fwda2a=true enable_pipelined_bwda2a=true
+    profile_some_steps_from=7 profile_save_steps_interval=7 profile_with_nvprof_from_to=1,2
+    reorder_fids_in_data_pipeline=true chief_timeout_secs=90 save_checkpoints_secs=60
+    save_checkpoints_steps=7 dense_only_save_checkpoints_secs=60 dense_only_save_checkpoints_steps=7
+    dense_only_stop_training_when_save=true warmup_file=asked.jsonl skip_zero_embedding_when_serving=true
+    max_rpc_deadline_millis=1500 checkpoints_max_to_keep=3 submit_time_secs=7 containers_ready_time_secs=7
+    cluster_type=tide max_slow_start_wait_minute=3 enable_model_ckpt_info=true feature_eviction_on_save=true
+    only_feature_engineering=true enable_variable_partition=false enable_fused_layout=true
+    force_shutdown_ps=true clear_nn=true continue_training=true reload_alias_map={"old":"new"}
+    enable_alias_map_auto_gen=false enable_model_dump=true enable_resource_constrained_roughsort=true
+    roughsort_candidate_items_path=items roughsort_items_use_parquet=true items_input_lagrangex_header=true
+    items_input_has_sort_id=true items_input_kafka_dump=true items_input_kafka_dump_prefix=true
+    device_fn=place use_dataservice=true num_extra_dsworker_on_gpu_worker=2 save_summary_steps=7
+    log_step_count_steps=7 model_dir=elsewhere tensorboard_log_path=logs intra_op_parallelism_threads=3
+    inter_op_parallelism_threads=3 num_extra_ps=1 num_redundant_ps=1 uuid=u operation_timeout_in_ms=250
+    session_creation_timeout_secs=90 max_retry_times=4 retry_wait_in_secs=7 fountain_zk_host=h
+    fountain_model_name=feed dc_aware=true task=tasks:Mine tf_config={"cluster":{}} deep_insight_name=feed
+    discovery_type=mlp zk_server=h:1 zk_watch_address_family=ipv6 is_local=true enable_fid_dedup=true bzid=b
+    ps_replica_num=2 tf_grpc_worker_cache_threads=3 monolith_grpc_worker_service_handler_multiplier=2
+    params_override={"a":1} base_name=feed data_type=Example feature_list=a,b sort_id=false restore_dir=old
+    restore_ckpt=model.ckpt-1 deep_insight_target=click deep_insight_sample_ratio=0.5 unified_serving=true
+    use_estimator=true kafka_topics=a kafka_group_id=other kafka_servers=h:1 input_path=p is_hourly=true
+    wildcard=*.csv start_date=20240101 end_date=20240102 start_hour=1 end_hour=2
+    enable_dynamic_sharding=true max_task_num_per_worker=2 disable_native_metrics=false lagrangex_header=true
+    kafka_dump=true kafka_dump_prefix=true
+"""
+"""Each flag with a value that is not its default."""
+HOURS = {f"train.hours.{name}": 0 for name in ("start_hour", "start_minute", "end_hour")}
+DAYS = {"data.start_date": "20231231", "data.end_date": "20240105"}
+KAFKA = {"kafka.topics": ["t"], "kafka.group": "g", "kafka.servers": ["s:1"]}
+NEEDS: dict[str, dict[str, Any]] = {
+    "server_type num_extra_ps num_redundant_ps": {"cluster.num_ps": 1},
+    "index": {"cluster.num_workers": 2, "cluster.num_ps": 1},
+    "tide_start_hour tide_start_minute tide_end_hour tide_end_minute": HOURS | {"train.hours.end_minute": 30},
+    "continue_training": {"train.restore.reset_dense": True},
+    "restore_ckpt": {"train.restore.dir": "old"},
+    "deep_insight_target": {"train.hooks.deep_insight.folder": "f"},
+    "kafka_topics kafka_group_id kafka_servers": KAFKA,
+    "start_date end_date is_hourly": DAYS,
+    "start_hour end_hour": {**DAYS, "data.hourly": True},
+}
+"""Flags -> the settings that they need next to them."""
+NEED_A_PLACE = ("enable_realtime_training", "enable_dynamic_sharding")
+"""Switches for which a place is set now, which the error names."""
+
+
+@pytest.mark.parametrize("flag", ASKED.split(), ids=lambda flag: flag.partition("=")[0])
+def test_a_flag_of_the_original_acts_or_says_by_name_why_not(flag: str) -> None:
+    name = flag.partition("=")[0]
+    alias, said = ALIASES[name], list[str]()
+    needed = [settings for names, settings in NEEDS.items() if name in names.split()]
+    beside = {"train.model_dir": "m", "data.path": "x"} | (needed[0] if needed else {})
+    without = load_run_config(code=beside)
+    if isinstance(alias, Unsupported) or name in NEED_A_PLACE:
+        with pytest.raises(ConfigError, match=name):
+            load_run_config(args=[f"--{flag}"], code=beside)
+        return
+    if isinstance(alias, Renamed):
+        beside.pop(alias.path, None)
+    asked = load_run_config(args=[f"--{flag}"], code=beside, warn=said.append)
+    assert (asked != without) == isinstance(alias, Renamed)
+    assert [line.partition(" (from")[0] for line in said] == ([] if asked != without else [name])
+
+
+def test_all_125_flags_are_asked_for_something() -> None:
+    assert {flag.partition("=")[0] for flag in ASKED.split()} == ALIASES.keys()
+
+
 UNSUPPORTED = {name: alias for name, alias in OLD_NAMES.items() if isinstance(alias, Unsupported)}
 
 
@@ -252,8 +328,6 @@ def test_asking_for_what_cannot_be_had_is_refused_with_the_reason(name: str) -> 
         {"args": [f"--{name}={str(asked).lower()}"]},
         {"environ": {f"MONOLITH_{name.upper()}": str(asked)}},
     ):
-        if asked is False:  # asks for nothing: it is what to leave out that cannot be had
-            continue
         with pytest.raises(ConfigError) as caught:
             load_run_config(**source)
         assert alias.reason in str(caught.value)

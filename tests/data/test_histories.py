@@ -450,7 +450,7 @@ def test_no_record_has_earlier_events_of_its_own_second_or_after_it(
     events = [Event(7, 1, 10), Event(7, 2, 20), Event(7, 3, 30)]
     found = lists(held_out(events, [Event(7, 2, 20), Event(7, 4, 30), Event(7, 5, 31)]))
     assert found == [[(1, 10)], [(2, 20), (2, 20)], [(2, 20), (4, 30), (3, 30)]]
-    assert "1 records so far are before the last of the events that it begins with" in caplog.text
+    assert "1 record so far came before the last of the events that it begins with" in caplog.text
 
 
 def test_a_restart_does_not_read_earlier_data_again() -> None:

@@ -84,7 +84,7 @@ def test_a_warning_is_written_once_for_each_cause_and_counted():
     assert len(lines) == 9
     say_repeats()
     assert out.getvalue().endswith(
-        "are shown once; there were 3 x file 0 has no column 'a'; 2 x worker 0 is gone\n"
+        "are shown once; there were 3 x file 2 has no column 'a'; 2 x worker 0 is gone\n"
     )
     said = out.getvalue()
     say_repeats()  # once
@@ -101,6 +101,20 @@ def test_a_warning_that_lasts_is_written_again_every_hour():
         passed += [minute] if once.filter(record) else []
     assert passed == [0, 60, 120]
     assert once.repeats() == ["15 x no space"]
+
+
+def test_warnings_of_one_cause_are_one_and_the_newest_is_said_in_the_end():
+    once = OncePerCause(clock=lambda: 0.0)
+
+    def passes(text: str, cause: str | None = None) -> bool:
+        fields = {"levelno": logging.WARNING, "name": "x", "msg": text, "cause": cause}
+        return once.filter(logging.makeLogRecord(fields))
+
+    assert passes("worker 1 was lost")
+    assert passes("worker 2 was lost")
+    assert passes("1 file is empty", "empty files")
+    assert not passes("2 files are empty", "empty files")
+    assert once.repeats() == ["2 x 2 files are empty"]
 
 
 def test_warnings_of_python_and_torch_are_logged_once_too():

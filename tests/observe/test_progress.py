@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 
 from monolith.observe import progress
+from monolith.observe.progress import counted
 
 
 class Terminal(io.StringIO):
@@ -125,3 +126,7 @@ def test_work_of_size_zero_is_no_division_by_zero():
         clock.now += 60
         bar.advance(0)
     assert "0/0" in out.getvalue()
+
+
+def test_a_count_of_one_is_one_thing():
+    assert [counted(number, "event") for number in (0, 1, 2000)] == ["0 events", "1 event", "2,000 events"]

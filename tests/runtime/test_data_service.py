@@ -8,8 +8,10 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from monolith.errors import ConfigError
 from monolith.runtime.cluster_config import ClusterConfig, DiscoveryConfig
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_loading import load_run_config
-from monolith.runtime.data_service import data_security, secured, state_folder, stopped_with_chief
+from monolith.runtime.data_service import data_security, dispatch, secured, state_folder, stopped_with_chief
 from monolith.runtime.launch import extra_members
 from monolith.train import Mode, TrainConfig
 
@@ -171,6 +173,21 @@ def test_a_data_worker_stops_when_the_chief_has_ended_and_not_before_it_has_begu
         board.remove("worker", 0)
         assert stop.wait(SECONDS)
     watch.join(SECONDS)
+
+
+def test_a_dispatcher_known_by_its_address_alone_listens_there_and_needs_no_registry(tmp_path: Path) -> None:
+    address, said = f"127.0.0.1:{free_port()}", list[str]()
+    flags = ("--cluster.role", "dispatcher", "--data_service.dispatcher", address)
+    config = load_run_config(args=[*flags, "--model_dir", str(tmp_path)])
+    assert config.discovery.kind == "consul"
+    run: Any = SimpleNamespace(environ={}, output=SimpleNamespace(say=said.append))
+    task_data: Any = SimpleNamespace(config=SimpleNamespace(files=lambda: ["a.csv"]), epochs=1)
+    status: Any = SimpleNamespace(watch_reader=lambda *_: None)
+    stop = threading.Event()
+    stop.set()
+    with ExitStack() as open_things:
+        dispatch(task_data, config, run, status=status, stop=stop, open_things=open_things)
+    assert said[0] == f"dispatcher listens on {address}"
 
 
 def test_the_dispatcher_keeps_its_state_on_a_disk_of_its_own() -> None:

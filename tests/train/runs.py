@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
 from monolith.feature import Batch, FeatureIds
+from monolith.observe.summaries import SummaryWriter
 from monolith.train.hook import Hook, StepResult, TrainingRun, drive
 
 
@@ -22,6 +24,25 @@ class FakeRun:
     def request_stop(self, reason: str) -> None:
         if self.stop_reason is None:
             self.stop_reason = reason
+
+
+class WithSummaries:
+    """The event file of a fake run, in summaries/ of its model_dir."""
+
+    step: int
+    model_dir: str
+
+    @cached_property
+    def summaries(self) -> SummaryWriter | None:
+        if not self.model_dir:
+            return None
+        writer = SummaryWriter(f"{self.model_dir}/summaries")
+        writer.start(self.step)
+        return writer
+
+    def close(self) -> None:
+        if self.summaries is not None:
+            self.summaries.close()
 
 
 class FakeClock:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from pprint import pformat
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from monolith.feature import FeatureSpec
 
 SHOWN_VALUES = 8
+LINE = 100
+"""Characters of a part of plain values that --details shows in one line."""
 SHOWN_STATE = 80
 """Characters of a part of plain values; a longer one is shown with --details."""
 SHOWN_TABLES = 3
@@ -336,7 +340,15 @@ def show_rest(console: Console, found: Contents, most: int) -> None:
         if name == checkpoint.FEATURES:
             console.print(features_table(checkpoint.saved_spec(found.prefix, value)))
         else:
-            show(console, f"{name}: {json.dumps(plain(value))}")
+            show(console, f"{name}: {in_lines(value)}")
+
+
+def in_lines(value: Any) -> str:
+    """Return plain values as text: in lines below each other if there are many."""
+    text = json.dumps(plain(value))
+    if len(text) <= LINE:
+        return text
+    return "\n" + textwrap.indent(pformat(plain(value), width=LINE, compact=True, sort_dicts=False), "  ")
 
 
 def features_table(spec: FeatureSpec) -> Table:
@@ -425,7 +437,7 @@ def show_difference(console: Console, found: Difference, options: CheckpointDiff
         show(console, f"{found.variables_same:,} dense variables are the same")
     for name, values in found.states.items():
         for label, value in zip(("before", "after"), values, strict=True):
-            show(console, f"{name} {label}: {json.dumps(plain(value))}")
+            show(console, f"{name} {label}: {in_lines(value)}")
 
 
 def show_changes(console: Console, found: Difference) -> None:

@@ -127,7 +127,9 @@ COMMANDS = {
     "config explain": Command(
         ConfigExplainOptions, "monolith.cli.config_commands", "explain", positional=True
     ),
-    "config check": Command(ConfigCheckOptions, "monolith.cli.config_commands", "check", positional=True),
+    "config check": Command(
+        ConfigCheckOptions, "monolith.cli.config_commands", "check", positional=True, run_flags=True
+    ),
     "config token": Command(ConfigTokenOptions, "monolith.cli.config_commands", "token"),
     "config show": Command(ConfigShowOptions, "monolith.cli.config_commands", "show", positional=True),
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),

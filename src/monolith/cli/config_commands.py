@@ -19,12 +19,14 @@ from monolith.cli.options.jobs import (
     ConfigShowOptions,
     ConfigTokenOptions,
 )
+from monolith.cli.train import run_of
 from monolith.config import Dropped, FieldInfo, Renamed, Unsupported, describe_fields, to_toml
 from monolith.config.flags import flag_name, variable_name
 from monolith.errors import ConfigError
 from monolith.runtime.config import RunConfig, settle
 from monolith.runtime.config_help import BY_NAME, TypedKey, template, typed_keys
-from monolith.runtime.config_loading import check_run, load_run_config, moved_fields, old_names, read_run
+from monolith.runtime.config_loading import check_run, load_run_config, moved_fields, old_names
+from monolith.runtime.launch import decided_fields
 
 _WIDTH = 100
 
@@ -100,18 +102,21 @@ def check(options: ConfigCheckOptions) -> int:
     warnings: list[str] = []
     problems: list[str] = []
     try:
-        run = read_run(options.file, {}, warn=warnings.append)
+        environ = os.environ if options.environment else {}
+        decided = decided_fields(options.launch) if options.launch else None
+        run = run_of(options, environ, decided, warn=warnings.append)
         check_run(run)
         if not options.no_data and run.job.task:  # else the task is named when training starts
             from monolith.runtime.task_data import task_problems
             from monolith.runtime.task_setup import make_task
 
-            problems = [str(error) for error in task_problems(make_task(run, options.file), run)]
+            task = make_task(run, options.config, options.set)
+            problems = [str(error) for error in task_problems(task, run)]
     except ConfigError as error:
         problems = [str(error)]
     for warning in warnings:
         _say(f"warning: {warning}")
-    _say("\n".join(problems) or f"{options.file}: no problems")
+    _say("\n".join(problems) or f"{options.config}: no problems")
     return 1 if problems else 0
 
 

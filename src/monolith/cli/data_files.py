@@ -31,6 +31,7 @@ from monolith.data.records import infinite_rows, known_columns
 from monolith.data.statistics import ColumnStatistics, Statistics
 from monolith.errors import ConfigError, CorruptFileError, DataError, optional_package
 from monolith.observe import progress
+from monolith.observe.progress import counted
 from monolith.tensors import RaggedTensor
 
 SHOWN_VALUES = 6
@@ -175,8 +176,8 @@ def validate(options: DataValidateOptions) -> int:
                 tell(f"{path}: the file is empty: it has no records")
     if wrong > options.most:
         console.print(f"... and {wrong - options.most:,} more")
-    more = f", {notes:,} note{'' if notes == 1 else 's'}" if notes else ""
-    console.print(f"{records:,} good records, {wrong:,} faults{more}")
+    more = f", {counted(notes, 'note')}" if notes else ""
+    console.print(f"{counted(records, 'good record')}, {counted(wrong, 'fault')}{more}")
     return 1 if wrong else 0
 
 

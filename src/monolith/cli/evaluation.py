@@ -280,7 +280,7 @@ def follow(
         raise ConfigError("evaluate: --follow measures on what the task evaluates on; leave --part out")
     settings = follow_config(options, config)
     stop = threading.Event()
-    log = EvaluationLog(config.model_dir)
+    log = EvaluationLog(config.model_dir, curves=config.curves_dir)
     follower = Follower(config.model_dir, settings, wait=stop.wait, clock=time.monotonic, taken=log.taken())
     trainer, done = Trainer(task, config), 0
     if (protocol := task.protocol(Mode.EVALUATE)) is not None and not options.json:

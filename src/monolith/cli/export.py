@@ -64,7 +64,7 @@ def run(options: ExportOptions) -> int:
                 factory=FACTORY if options.as_module else None,
                 arguments=module_arguments(options, settings),
                 inputs=export.inputs,
-                warm_up=not options.no_warm_up,
+                warm_up=False if options.no_warm_up else export.warm_up_file or True,
                 say=warn,
             )
         )

@@ -29,6 +29,7 @@ from monolith.data.skew import SkewLog
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch
 from monolith.observe import progress
+from monolith.observe.progress import counted
 from monolith.runtime import Trainer
 from monolith.runtime.config_task import ConfigTask
 from monolith.train import TrainConfig
@@ -178,7 +179,7 @@ def _plain(log: SkewLog, checkpoint: str, step: int) -> dict[str, Any]:
 def _print(log: SkewLog, step: int) -> None:
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"{log.matched:,} events are in the log and in the data",
+        title=f"{counted(log.matched, 'event')} in both the log and the data",
         title_justify="left",
     )
     for heading in ("name", "kind", "compared", "different", "largest difference", "first example"):

@@ -110,8 +110,9 @@ def live_line(task: Task, config: RunConfig) -> ProgressView:
     """Return what shows the status of training: a line redrawn on a terminal, else lines of the log."""
     from monolith.train.hooks.live_line import describe_status, log_status
 
-    if not sys.stderr.isatty() or logs_json():
-        return ProgressView(log_status, config.train.report_every, nullcontext())
+    steps = config.train.report_every_steps
+    if steps is not None or not sys.stderr.isatty() or logs_json():
+        return ProgressView(log_status, steps or config.train.report_every, nullcontext())
     from monolith.observe.terminal import LiveLine
 
     line = LiveLine(f"Training {task.name}", "steps", sys.stderr)
@@ -161,12 +162,17 @@ SWITCHES: Mapping[str, tuple[str, object]] = {
 
 
 def run_of(
-    options: TrainOptions, environ: Mapping[str, str], decided: Mapping[str, Any] | None = None
+    options: TrainOptions,
+    environ: Mapping[str, str],
+    decided: Mapping[str, Any] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> RunConfig:
     """Read the run that a command line asks for; see `read_run`.
 
     Args:
         decided: Fields of RunConfig that win over every other source.
+        warn: Told of old names that mean nothing any more; by default the log, unless a launcher has read
+            the same and said it.
 
     Raises:
         ConfigError: Lists every problem found.
@@ -176,7 +182,11 @@ def run_of(
             flags = " and ".join("--" + name.replace("_", "-") for name in (one, other))
             raise ConfigError(f"train: {flags} contradict each other; give one of them")
     run = read_run(
-        options.config, environ, flags=options.run_flags, code={**_said(options), **(decided or {})}
+        options.config,
+        environ,
+        flags=options.run_flags,
+        code={**_said(options), **(decided or {})},
+        warn=warn or (_log.debug if environ.get(MARK) else _log.warning),
     )
     if options.from_ is not None:
         if not run.train.model_dir:

@@ -179,17 +179,11 @@ class ClusterManager:
             DeadlineExceededError: Too few came in time.
         """
 
-        told = -1
-
         def look(registered: dict[int, str]) -> tuple[int, list[str] | None]:
-            nonlocal told
             left = max(0, count - len(registered))
             if emit:
                 self._emit(left)
             if left:
-                if len(registered) != told:
-                    told = len(registered)
-                    _log.info("Got %d ps, %d left!", told, left)
                 return len(registered), None
             return len(registered), [registered[index] for index in sorted(registered)][:count]
 

@@ -65,6 +65,8 @@ class Reader:
         """
         self.problems: list[Problem] = []
         """Each with full paths, and its text a whole sentence."""
+        self.absent: list[str] = []
+        """Paths of required values that no source sets."""
         self.cause: Exception | None = None
         self._private: set[str] = set()
         """Tables with a secret in them, which may have been given for its neighbour."""
@@ -152,6 +154,7 @@ class Reader:
             return self._read_dataclass(bare(hint), Branch({}, "defaults"), path)
         text = f"{path} is required: expected {describe(hint)}; {self._how_to_set(path)}"
         self.problems.append(Problem((path,), text))
+        self.absent.append(path)
         return _INVALID
 
     def _advice(self, key: str, hints: Iterable[str], path: str) -> str:

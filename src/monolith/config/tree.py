@@ -114,7 +114,8 @@ class Unsupported:
     reason: str
     """Why it cannot be had, and what to do instead."""
     default: object = None
-    """The value that asks for nothing, as do False, 0, and an empty text or list."""
+    """The value that asks for nothing, as do an empty text or list and, unless the default is True, False and
+    0."""
 
 
 Aliases = Mapping[str, Renamed | Dropped | Unsupported]
@@ -235,7 +236,8 @@ def _asks_for_something(node: Node, default: object) -> bool:
     if isinstance(value, tuple) and node.is_text:
         value = " ".join(value) if value else "true"  # a bare --flag
     text = str(value).strip().lower()
-    return text not in ("", "()", "[]", "0", "0.0", "false", "no", "off", "none", str(default).lower())
+    off, on = ("0", "0.0", "false", "no", "off"), ("1", "1.0", "true", "yes", "on")
+    return text not in ("", "()", "[]", "none", str(default).lower(), *(on if default is True else off))
 
 
 def old_flags(args: Sequence[str], aliases: Aliases, moved: Moved | None = None) -> tuple[Node, list[str]]:

@@ -253,6 +253,8 @@ def _typed(cls: type[T], tree: Node, problems: list[str], make_reader: Callable[
             break
         found += [problem.text for problem in fresh]
         paths = {path for problem in fresh for path in problem.fields}
+        # A table that lacks a required value is left out as a whole, or nothing above it could be read.
+        paths |= {path.rpartition(".")[0] for path in reader.absent if "." in path}
         bad |= paths
         for path in paths:
             tree = cut(tree, tuple(path.split(".")))

@@ -56,6 +56,7 @@ from monolith.feature import FeatureSpec
 from monolith.feature.spec import HistoryFeature
 from monolith.feature.spec.times import TimeUnit, read_times
 from monolith.observe import Doublings
+from monolith.observe.progress import counted
 from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.tensors import RaggedTensor
 
@@ -438,10 +439,11 @@ class _Built(Stage[Records, Records]):
         self._left_out += left_out
         if left_out and self._said.due(self._left_out):
             _log.warning(
-                "history %r: %d events so far did not enter, as they lack a value, or have several, in %s.",
+                "history %r: %s so far did not enter, for want of a single value in %s.",
                 self._config.name,
-                self._left_out,
+                counted(self._left_out, "event"),
                 " or ".join(map(repr, dict.fromkeys(self._values))),
+                extra={"cause": f"values for history {self._config.name}"},
             )
 
     def _warn_of_times(self, seconds: NDArray[np.int64]) -> None:
@@ -449,12 +451,13 @@ class _Built(Stage[Records, Records]):
         self._too_early += early
         if early and self._said_too_early.due(self._too_early):
             _log.warning(
-                "history %r: %d records so far are before the last of the events that it begins with. They "
+                "history %r: %s so far came before the last of the events that it begins with. Such records "
                 "have those that were before them, of the last %d of their users alone: data for evaluation "
                 "should come after the data for training.",
                 self._config.name,
-                self._too_early,
+                counted(self._too_early, "record"),
                 self._config.max,
+                extra={"cause": f"times of history {self._config.name}"},
             )
 
     # Positions

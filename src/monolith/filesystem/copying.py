@@ -140,6 +140,10 @@ def _share(file: int, folder: str) -> None:
             os.fchmod(file, mode | wanted)
 
 
+class _NoSourceError(FileMissingError, ValueError):
+    """There is nothing to copy, which the original's CopyRecursively calls a ValueError."""
+
+
 def copy_tree(
     source: AnyPath,
     target: AnyPath,
@@ -168,7 +172,7 @@ def copy_tree(
         Whether there was something to copy.
 
     Raises:
-        FileMissingError: There is no `source` and `skip_missing` is false.
+        FileMissingError: There is no `source` and `skip_missing` is false; it is a ValueError, too.
         FilesystemError: One of the two is inside the other, which removes nothing; or a
             file could not be copied, after which no `target` that looks complete is left.
     """
@@ -181,7 +185,7 @@ def copy_tree(
     if not exists(source):
         if skip_missing:
             return False
-        raise FileMissingError(f"cannot copy {os.fspath(source)}: {os.fspath(source)} doesn't exist!")
+        raise _NoSourceError(f"cannot copy {os.fspath(source)}: {os.fspath(source)} doesn't exist!")
 
     def copy(old: str, new: str) -> bool:
         return copy_file(

@@ -148,18 +148,18 @@ class OncePerCause(logging.Filter):
                 if len(self._seen) < self.MOST:
                     self._seen[key] = _Repeats(record.getMessage(), now)
                 return True
-            known.times += 1
+            known.times, known.text = known.times + 1, record.getMessage()
             if now - known.written < self.AGAIN_SECONDS:
                 return False
             known.written = now
             return True
 
     def repeats(self) -> list[str]:
-        """Return how often each warning came that came more than once, and forget it."""
+        """Return how often each warning came that came more than once, with its last text; forget all."""
         with self._lock:
             found = [one for one in self._seen.values() if one.times > 1]
             self._seen.clear()
-        return [f"{one.times:,} x {textwrap.shorten(one.text, 60, placeholder=' ...')}" for one in found]
+        return [f"{one.times:,} x {textwrap.shorten(one.text, 100, placeholder=' ...')}" for one in found]
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ class _Repeats:
     """A warning that may be repeated."""
 
     text: str
-    """Of the first."""
+    """Text of the last one, with the newest counts."""
     written: float
     """When it last passed."""
     times: int = 1

@@ -160,6 +160,11 @@ def describe_count(count: float) -> str:
     return f"{count:,.0f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 event`, `2,000 events`: the noun is one that takes an s."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def describe_bytes(count: float) -> str:
     """`1.5 KiB`."""
     units = ("B", "KiB", "MiB", "GiB")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from monolith.cluster.security import SecurityConfig
 from monolith.config import Checked, Problem, problems_in
 from monolith.config.problems import at_least, not_negative
+from monolith.config.reading import nearest
 from monolith.data.config import DataConfig, DataServiceConfig
 from monolith.data.kafka.config import KafkaConfig
 from monolith.errors import ConfigError
@@ -138,6 +139,10 @@ class ExportConfig(Checked):
     """The coding of single tables that differ from `coding`."""
     shards: int = 0
     """How many serving servers the rows are split over; 0 keeps them with the rest of the model."""
+    warm_up_file: str | None = None
+    """A file of requests with which a server warms up, in place of rows of the evaluation data: JSON objects
+    as /v2/models/NAME/infer takes them, one in each line, or warmup.json of another version. If there is no
+    such file, a line says so."""
     missing_rows: Literal["refuse", "default"] = "refuse"
     """Whether a server answers with zeros in place of rows whose serving server does not answer, and says so;
     refuse answers with an error."""
@@ -307,6 +312,7 @@ class RunConfig(Checked):
             self.model_config  # noqa: B018
         except ConfigError as error:
             yield from problems_in(("model",), error)
+        yield from self._unknown_settings()
         if self.model and self.job.task is None and not self.features:
             yield Problem(
                 ("features", "model", "job.task"),
@@ -341,6 +347,18 @@ class RunConfig(Checked):
                 yield Problem(
                     ("kafka.settings",), f"{name!r} would be printed; give a password as kafka.password"
                 )
+
+    def _unknown_settings(self) -> Iterator[Problem]:
+        """Yield the settings that the task of a config without a task of its own does not have."""
+        if not self.model or self.job.task is not None or not self.task:
+            return
+        from monolith.runtime.config_task import ConfigRetrievalTask, ConfigTask  # which need torch
+
+        known = [one.name for one in fields(ConfigRetrievalTask if self.retrieves else ConfigTask)]
+        for name in dict.fromkeys(path.partition(".")[0] for path in self.task):
+            if name not in known:
+                near = nearest(name, known)
+                yield Problem((f"task.{name}",), f"unknown key; the nearest known key is task.{near}")
 
     def _problems_of_ranks(self) -> Iterator[Problem]:
         """Yield what does not go together with ranks, or with ranks whose rows are on servers."""

@@ -246,7 +246,11 @@ def read_run(
         ConfigError: Lists every problem found.
     """
     if environ.get(_PLATFORM):
-        _log.info("%s is ignored: summaries are in summaries/ of the model_dir", _PLATFORM)
+        _log.info(
+            "%s is ignored: summaries are in summaries/ of the model_dir, or where "
+            "train.tracking.tensorboard_dir says",
+            _PLATFORM,
+        )
     run = load_run_config(
         file=file,
         environ=environ,
@@ -285,6 +289,9 @@ def refused(run: RunConfig) -> Iterator[str]:
         )
     if run.profile.from_step is not None and not run.train.model_dir:
         yield "profile.from_step: a profile is a file in the model_dir; set --model-dir"
+    tracking = run.train.tracking
+    if not run.train.model_dir and (tracking.tensorboard_dir or {*tracking.sinks} - {"tensorboard"}):
+        yield "train.tracking: only a run with a model_dir is tracked; set --model-dir"
     if run.job.dump_features and not run.train.model_dir:
         yield "job.dump_features: features are written to the model_dir; set --model-dir"
     if not run.train.model_dir and (run.has_data_service or run.cluster.reads_for_others):

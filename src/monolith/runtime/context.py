@@ -52,7 +52,8 @@ class ProgressView:
     """Shows the status of training, every so often, between `__enter__` and `__exit__` of `opened`."""
 
     show: Callable[[TrainStatus], None]
-    every: timedelta
+    every: timedelta | int
+    """A time, or a number of steps."""
     opened: AbstractContextManager[object]
 
 

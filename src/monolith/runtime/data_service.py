@@ -133,7 +133,7 @@ def dispatch(
         )
     )
     address = concat_ip_and_port(host, running.port)
-    if config.discovery.kind not in ("mlp", "tf_config") and not config.job.local:
+    if dispatcher_address(config, run.environ) is None and not config.job.local:
         # Opened last and so closed first: no process finds a dispatcher that has stopped.
         discovery = open_things.enter_context(open_discovery(config, run.environ))
         assert discovery is not None  # the run is not local

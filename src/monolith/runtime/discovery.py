@@ -314,8 +314,8 @@ def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractCon
 def listen_address(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port that this process is to listen on; port 0 is any free one.
 
-    The config comes first; then the address at which a scheduler tells the other processes to look for this
-    one; then the machine's own address.
+    The config comes first; then the address at which the other processes look for this one, because a
+    scheduler or, of a dispatcher, data_service.dispatcher says so; then the machine's own address.
 
     Raises:
         ConfigError: The scheduler names no address for this process.
@@ -323,6 +323,8 @@ def listen_address(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, 
     """
     cluster, scheduler = config.cluster, scheduler_of(config.discovery)
     given = None if scheduler is None else scheduler.listen_address(config, environ)
+    if cluster.role == "dispatcher" and config.data_service is not None:
+        given = config.data_service.dispatcher or given
     if given is None:
         return cluster.listen or get_local_host(environ), cluster.port
     address = Address.parse(given)

@@ -21,7 +21,7 @@ from monolith.checkpoint.offline.reading import complete_names
 from monolith.checkpoint.part import FEATURES
 from monolith.checkpoint.parts import saved_spec
 from monolith.data import Records, as_stream
-from monolith.errors import ConfigError, DataError, ExportError, MonolithError
+from monolith.errors import ConfigError, DataError, ExportError, FileMissingError, MonolithError
 from monolith.feature import Batch, FeatureSpec
 from monolith.model import ReadyModel
 from monolith.observe import Metrics
@@ -33,7 +33,7 @@ from monolith.runtime.publish_pause import PauseFile, PublishPause
 from monolith.serve.candidates import with_parts
 from monolith.serve.export_tables import TableCodings
 from monolith.serve.exporter import ExportedServable, Exporter, ExportHow, ExportModel
-from monolith.serve.manifest import draw_requests, read_servable
+from monolith.serve.manifest import draw_requests, read_requests, read_servable, write_requests
 from monolith.serve.request_reader import Kind, RequestReader, kinds_of
 from monolith.serve.versions import (
     ENTRY,
@@ -171,7 +171,7 @@ def task_exporter(
     factory: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     inputs: Literal["raw", "batch"] = "raw",
-    warm_up: bool = True,
+    warm_up: bool | str = True,
     say: Callable[[str], object] = _log.info,
 ) -> Iterator[Exporter]:
     """Have what exports the checkpoints of a task.
@@ -179,7 +179,8 @@ def task_exporter(
     Args:
         factory, arguments: What makes its model where it is served as a Python module.
         inputs: See `ExportConfig.inputs`.
-        warm_up: Whether requests to warm a server up are drawn from the task's evaluation data.
+        warm_up: Whether requests to warm a server up are drawn from the task's evaluation data; or a file of
+            requests, see `ExportConfig.warm_up_file`.
         say: Told what could not be had, in a line.
 
     Raises:
@@ -190,7 +191,14 @@ def task_exporter(
         if inputs == "raw":
             _find_spec(trained, config)
         spec = _narrow(trained) if inputs == "raw" else None
-        sample = _sample_of(task, module, spec, say) if warm_up or spec is None else _Sample()
+        given = None
+        if isinstance(warm_up, str) and (given := _requests_in(warm_up)) is None:
+            say(f"there is no file {warm_up} of warm-up requests; they are drawn from the evaluation data")
+        drawn = warm_up is not False and given is None
+        sample = _sample_of(task, module, spec, say) if drawn or spec is None else _Sample()
+        if given is not None:
+            ids = [] if spec is not None else _features_of(module)
+            _check_requests(given, RequestReader(spec, ids, sample.floats), str(warm_up))
         model = ExportModel(
             name=task.name,
             module=module,
@@ -202,7 +210,7 @@ def task_exporter(
             factory=factory,
             arguments=arguments or {},
             kinds=sample.kinds,
-            requests=sample.requests if warm_up else (),
+            requests=sample.requests if drawn else given or (),
         )
         yield Exporter(model, how, restore, withhold=withheld_export(config.model_dir))
 
@@ -299,10 +307,10 @@ def _sample_of(
     if batch is None:
         return _Sample(floats=floats)
     floats = {name: tensor.shape[1] for name, tensor in batch.floats.items()}
-    ids = [] if spec is not None else _features_of(module)
     kinds = kinds_of(batch)
     if spec is not None and all(name in batch.raw for name in spec.inputs if name not in spec.optional):
         _check_reading(task, spec, _features_of(module), batch)
+    ids = [] if spec is not None else _features_of(module)
     requests = draw_requests(batch, RequestReader(spec, ids, floats, kinds).inputs, raw=spec is not None)
     return _Sample(floats=floats, labels=tuple(batch.labels), requests=requests, kinds=kinds)
 
@@ -325,6 +333,36 @@ def _read_first(task: Task, names: Sequence[str], say: Callable[[str], object]) 
         if names:
             data.keep_columns(names)
         return next(iter(data), None)
+
+
+def _requests_in(path: str) -> list[dict[str, Any]] | None:
+    """Return the warm-up requests of a file; None if there is no such file."""
+    try:
+        text = filesystem.read_bytes(path)
+    except FileMissingError:
+        return None
+    try:
+        try:
+            parsed = [json.loads(text)]
+        except ValueError:
+            parsed = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [request for one in parsed for request in one.get("requests", [one])]
+    except (ValueError, AttributeError, TypeError) as cause:
+        raise ExportError(
+            f"export.warm_up_file: {path} is not JSON of requests: {cause}. Write one in each line, as "
+            "a client sends it to /v2/models/NAME/infer; records of TensorFlow's PredictionLog are not read"
+        ) from cause
+
+
+def _check_requests(requests: Sequence[Mapping[str, Any]], reader: RequestReader, path: str) -> None:
+    for number, request in enumerate(requests, 1):
+        try:
+            for columns in read_requests(write_requests([request]), path):
+                reader.batch(columns)
+        except MonolithError as cause:
+            raise ExportError(
+                f"export.warm_up_file: the model cannot answer request {number} of {path}: {cause}"
+            ) from cause
 
 
 def _features_of(module: nn.Module) -> list[str]:
@@ -482,8 +520,8 @@ def exports_when_saving(
         raise ExportError(
             f"cannot export to {root}: a servable is written to a disk of this machine; set export.dir"
         )
-    how = how_to_export(export, config)
-    with task_exporter(task, config, how, inputs=export.inputs, say=say) as exporter:
+    how, warm_up = how_to_export(export, config), export.warm_up_file or True
+    with task_exporter(task, config, how, inputs=export.inputs, warm_up=warm_up, say=say) as exporter:
         yield [
             ExportListener(
                 exporter, config.model_dir, root, shards=export.shards, keep=export.keep, metrics=metrics

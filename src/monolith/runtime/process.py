@@ -330,7 +330,7 @@ def train(process: Process, discovery: Discovery | None = None, *, gauges: bool)
         gauges: Whether the status of training is also a set of metrics, since metrics are served.
     """
     config, task, metrics, output = process.config, process.task, process.metrics, process.output
-    shown: list[tuple[Show, timedelta]] = [(gauge_status(metrics), GAUGE_EVERY)] if gauges else []
+    shown: list[tuple[Show, timedelta | int]] = [(gauge_status(metrics), GAUGE_EVERY)] if gauges else []
     stopper = Stopper(output)
     with ExitStack() as open_things:
         if output.progress is not None:
@@ -487,7 +487,7 @@ def reported_outcome(config: RunConfig, environ: Mapping[str, str]) -> Iterator[
                     master.kill(outcome.problem)
 
 
-def line_hook(local: LocalRun, config: TrainConfig, show: Show, every: timedelta) -> Hook:
+def line_hook(local: LocalRun, config: TrainConfig, show: Show, every: timedelta | int) -> Hook:
     """Return the hook that shows the status of training every so often."""
     coordinator = local.session.coordinator
     return LiveLineHook(

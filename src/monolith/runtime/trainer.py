@@ -51,6 +51,7 @@ from monolith.errors import (
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
+from monolith.observe.summaries import SummaryWriter
 from monolith.runtime.batches import OpenData, open_data
 from monolith.runtime.checkpoints import RunCheckpoints, newest_checkpoint
 from monolith.runtime.coordinator import Coordinator, Outcome
@@ -104,7 +105,7 @@ Report = Callable[[str, WindowRow], None]
 class LocalRun:
     """A run in this process, as hooks see it."""
 
-    def __init__(self, session: Session, model_dir: str, barrier: Barrier) -> None:
+    def __init__(self, session: Session, model_dir: str, barrier: Barrier, summaries_dir: str = "") -> None:
         self.session = session
         self.barrier = barrier
         """Pauses all processes that train this model between their steps."""
@@ -115,6 +116,8 @@ class LocalRun:
         self.evaluate: EvaluateHook | None = None
         """Evaluates while the run trains; None if that is not asked for, or another process does it."""
         self._model_dir = model_dir
+        self._summaries_dir = summaries_dir
+        self._summaries: SummaryWriter | None = None
         # Guards both below as one: hooks, signals and the control port may each ask to stop, and the first
         # reason counts. Read without it.
         self._lock = concurrency.Lock()
@@ -132,6 +135,17 @@ class LocalRun:
     @property
     def model(self) -> nn.Module:
         return self.session.model.module
+
+    @property
+    def summaries(self) -> SummaryWriter | None:
+        if self._summaries is None and self._summaries_dir:
+            self._summaries = SummaryWriter(self._summaries_dir)
+            self._summaries.start(self.step)
+        return self._summaries
+
+    def close_summaries(self) -> None:
+        if self._summaries is not None:
+            self._summaries.close()
 
     @property
     def stop_reason(self) -> str | None:
@@ -298,7 +312,9 @@ class Trainer:
             np.random.seed(config.seed % (1 << 32))
             session = self._open_session(place, tell)
             open_things.callback(session.close)
-            self._run = run = LocalRun(session, model_dir, coordinator.barrier)
+            summaries_dir = config.summaries_dir if model_dir else ""
+            self._run = run = LocalRun(session, model_dir, coordinator.barrier, summaries_dir)
+            open_things.callback(run.close_summaries)
             open_things.callback(self._forget_run)
             publishing = self._publishing(run)
             best = BestSoFar(config.evaluate)
@@ -755,7 +771,9 @@ class Trainer:
 
     def _evaluate_hook(self, run: LocalRun, best: BestSoFar, keeper: RunCheckpoints | None) -> EvaluateHook:
         config = self.config
-        log = None if keeper is None else EvaluationLog(config.model_dir, clock=self._clock)
+        log = None
+        if keeper is not None:
+            log = EvaluationLog(config.model_dir, curves=config.curves_dir, clock=self._clock)
         return EvaluateHook(
             run.session,
             config.evaluate,

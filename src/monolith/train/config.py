@@ -302,6 +302,8 @@ class TrainConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     report_every: timedelta = timedelta(seconds=30)
     """How often a line is logged, where there is no terminal."""
+    report_every_steps: int | None = None
+    """How many steps there are between log lines, on a terminal too; None logs by report_every."""
     idle_after: timedelta = timedelta(seconds=1)
     """How long a stream may bring nothing before rows are updated without waiting for it."""
 
@@ -344,8 +346,9 @@ class TrainConfig:
             given = getattr(self, name)
             if given is not None and given < (1 if name.endswith("every_steps") else 0):
                 raise ConfigError(f"train: {name} must be above 0, or None, got {given}")
-        if self.insight_every_steps is not None and self.insight_every_steps < 1:
-            raise ConfigError(f"train: insight_every_steps must be above 0, got {self.insight_every_steps}")
+        for name in ("insight_every_steps", "report_every_steps"):
+            if (steps := getattr(self, name)) is not None and steps < 1:
+                raise ConfigError(f"train: {name} must be above 0, got {steps}")
         if self.insight_label is not None and self.insight_every_steps is None:
             raise ConfigError("train: insight_label needs insight_every_steps: how often it is written")
         if self.max_skipped_in_a_row < 0:
@@ -368,6 +371,16 @@ class TrainConfig:
                 "train: a deterministic run saves by steps, not by seconds: set save.steps, "
                 "or deterministic=False"
             )
+
+    @property
+    def summaries_dir(self) -> str:
+        """The folder of TensorBoard's event files."""
+        return self.tracking.tensorboard_dir or filesystem.join(self.model_dir, "summaries")
+
+    @property
+    def curves_dir(self) -> str:
+        """The folder of the event files of evaluations."""
+        return filesystem.join(self.tracking.tensorboard_dir or self.model_dir, "eval")
 
     @property
     def asks_for_device_rows(self) -> bool:

@@ -20,7 +20,7 @@ from monolith.errors import CorruptFileError, FileMissingError, TransientFilesys
 from monolith.observe.summaries import SummaryWriter
 
 FOLDER = "eval"
-"""Below the model's folder; TensorBoard shows it as a run of its own."""
+"""Below the model's folder."""
 LINES = "metrics.jsonl"
 
 _log = logging.getLogger(__name__)
@@ -62,11 +62,17 @@ class EvaluationLog:
     """Writes evaluations to the folder `eval` of a model. One process writes at a time.
 
     Args:
+        curves: The folder of TensorBoard's event files, which shows it as a run of its own; by default that
+            of the lines. Evaluations of checkpoints are drawn in `checkpoints` below it, since another
+            process may draw those of the run as it trains.
         clock: Unix seconds, which lines are stamped with.
     """
 
-    def __init__(self, model_dir: str, *, clock: Callable[[], float] = concurrency.time) -> None:
+    def __init__(
+        self, model_dir: str, *, curves: str | None = None, clock: Callable[[], float] = concurrency.time
+    ) -> None:
         self._folder = filesystem.join(model_dir, FOLDER)
+        self._curves = self._folder if curves is None else curves
         self._path = filesystem.join(self._folder, LINES)
         self._clock = clock
         self._writer: SummaryWriter | None = None
@@ -132,7 +138,9 @@ class EvaluationLog:
         if self._writer is None:
             if find_spec("tensorboard") is None:
                 return
-            self._writer = SummaryWriter(self._folder, clock=self._clock)
+            saved = evaluation.checkpoint is not None
+            folder = filesystem.join(self._curves, "checkpoints") if saved else self._curves
+            self._writer = SummaryWriter(folder, clock=self._clock)
             self._writer.start(evaluation.step - 1)
         finite = {
             name if name == "loss" else f"metrics/{name}": value

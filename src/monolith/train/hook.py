@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # hooks have configs, which must be readable without torch
     from torch import Tensor, nn
 
     from monolith.feature import Batch
+    from monolith.observe.summaries import SummaryWriter
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,18 @@ class TrainingRun(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model that is trained, as the task made it. To be looked at between steps."""
+
+    @property
+    def summaries(self) -> SummaryWriter | None:
+        """The event file of this start of the run, which all hooks share and the run closes; None if it has
+        no folder. It is made at the first call: from `after_create` on, when the step is known.
+
+        TensorBoard reads one file of a folder at a time, and what a second file of the same start says
+        replaces the first, so no hook opens one of its own there.
+
+        Raises:
+            MissingExtraError: tensorboard is not installed.
+        """
 
     @property
     def stop_reason(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from train.runs import WithSummaries
 from train.tasks import Clicks
 
 from monolith.errors import ConfigError, LayerArgumentError
@@ -97,7 +99,7 @@ def test_empty_segments_and_lengths_that_differ_are_refused(inputs: Tensor, weig
 # The hook
 
 
-class Training:
+class Training(WithSummaries):
     """A run of a few steps of one layer, whose batches are all alike."""
 
     def __init__(self, model_dir: str, layer: Dense, steps: int, by: int = 1) -> None:
@@ -122,7 +124,8 @@ class Training:
         return StepResult(self.step, self.batch, self.layer(self.inputs).sum().detach())
 
     def drive(self, *hooks: Hook) -> None:
-        drive(self, hooks, step=self.take_step)
+        with closing(self):
+            drive(self, hooks, step=self.take_step)
 
 
 def written(model_dir: Path) -> list[StoredSummary]:
@@ -252,7 +255,7 @@ def test_a_model_of_ones_own_says_what_its_features_bring(tmp_path: Path) -> Non
     )
     Trainer(OwnClicks(), config, hooks=[models]).train()
     assert all(isinstance(model, OwnModule) for model in models.seen)  # hooks get the model
-    found = list(read_summaries([str(one) for one in (tmp_path / "summaries" / "insight").iterdir()]))
+    found = written(tmp_path)
     assert [one.step for one in found] == [5, 10]
     for one in found:
         assert json.loads(one.content)["segment_names"] == ["context", "item", "item+user", "user"]
@@ -262,7 +265,7 @@ def test_a_model_of_ones_own_says_what_its_features_bring(tmp_path: Path) -> Non
         assert min(brings["item"], brings["user"], brings["bias"]) > 0
 
 
-class Watched:
+class Watched(WithSummaries):
     """A run of one step, whose loss is the mean of the logits."""
 
     step, model_dir = 0, ""
@@ -286,7 +289,8 @@ def test_it_is_the_change_of_the_loss_to_first_order(tmp_path: Path) -> None:
     logits.mean().backward()
     hook.after_step(run, StepResult(1, batch, logits.mean().detach()))  # type: ignore[arg-type]
     hook.close()
-    (found,) = read_summaries([str(one) for one in (tmp_path / "summaries" / "insight").iterdir()])
+    run.close()
+    (found,) = written(tmp_path)
     read = model.embeddings(batch)
     assert found.data[:, 2] == pytest.approx(read["bias"].squeeze(1).abs().detach().numpy(), rel=1e-4)
     item = read["concat"][:, :2] @ model.weight[:2]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from runtime.fleets import PATIENT, Tallied, read_model, run_fleet
 from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from torch import Tensor, nn
 from train.runs import FakeClock
 from train.tasks import Clicks
@@ -26,8 +27,9 @@ from monolith.nn import IRazor, SeNet
 from monolith.observe import Metrics
 from monolith.observe.summaries import read_summaries
 from monolith.runtime import LocalRun, Trainer, TrainReport
-from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
+from monolith.train import EvaluateConfig, Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.hooks import DeepInsightConfig, HooksConfig
+from monolith.train.hooks.config import TrackingConfig
 
 SOON = timedelta(milliseconds=1)
 
@@ -293,6 +295,41 @@ def test_how_much_a_gate_lets_each_feature_count_is_written(tmp_path: Path) -> N
     }
     assert found[0].data.shape == (3,)
     assert ((found[0].data > 0) & (found[0].data < 1)).all(), "the mean of sigmoids"
+
+
+def shown_by_tensorboard(folder: Path) -> dict[str, dict[str, list[int]]]:
+    """Run to tag to steps, as TensorBoard itself reads the event files of a folder."""
+    multiplexer = EventMultiplexer()
+    multiplexer.AddRunsFromDirectory(str(folder))
+    multiplexer.Reload()
+    return {
+        run: {tag: [event.step for event in multiplexer.Tensors(run, tag)] for tag in tags["tensors"]}
+        for run, tags in multiplexer.Runs().items()
+    }
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in the model_dir", "in a folder of its own"])
+def test_tensorboard_shows_what_all_hooks_of_a_run_and_of_its_next_start_have_written(
+    tmp_path: Path, elsewhere: bool
+) -> None:
+    folder = tmp_path / "board" if elsewhere else tmp_path / "run" / "summaries"
+    for steps in (4, 6):
+        config = TrainConfig(
+            model_dir=str(tmp_path / "run"),
+            max_steps=steps,
+            summary_every_steps=2,
+            insight_every_steps=2,
+            hooks=HooksConfig(nas_every_steps=2),
+            evaluate=EvaluateConfig(every_steps=2),
+            tracking=TrackingConfig(tensorboard_dir=str(folder) if elsewhere else ""),
+        )
+        Trainer(Gating(batches=8), config).train()
+        assert len(list(folder.glob("events.*"))) == steps // 2 - 1, "one event file for each start"
+    shown = shown_by_tensorboard(tmp_path)
+    here = shown["board" if elsewhere else "run/summaries"]
+    tags = ("loss", "gate_gating/monolith_nas_weight", "fi_direct/monolith_feature_insight")
+    assert {tag: here[tag] for tag in tags} == {tag: [2, 4, 6] for tag in tags}
+    assert shown["board/eval" if elsewhere else "run/eval"]["loss"] == [2, 4, 6]
 
 
 # Deep insight

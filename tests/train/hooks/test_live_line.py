@@ -48,7 +48,7 @@ class Shown:
                 **{"stats": lambda: tables, "skipped": lambda: 3, **taken(options, "metrics", "evaluated")}
             ),
             Outlook(timer=self.timer, **taken(options, "steps", "max_steps", "read")),
-            every=timedelta(seconds=every),
+            every=options.pop("every_steps", timedelta(seconds=every)),
             clock=self.clock,
             timer=self.timer,
             **options,
@@ -109,6 +109,10 @@ def standing(**changes: Any) -> TrainStatus:
 
 def test_it_is_shown_at_most_that_often_and_once_more_at_the_end() -> None:
     assert [one.step for one in Shown(seconds=0.25).run(10)] == [4, 8, 10]
+
+
+def test_it_may_be_shown_every_so_many_steps() -> None:
+    assert [one.step for one in Shown(seconds=100, every_steps=4).run(10, first_step=2)] == [4, 8, 12]
 
 
 def test_a_run_that_ends_before_the_first_showing_leaves_nothing() -> None:

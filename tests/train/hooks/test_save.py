@@ -938,7 +938,7 @@ def test_so_many_failures_in_a_row_end_the_run_and_say_what_to_do(checkpoints, t
     hook = SaveHook(
         checkpoints, SaveConfig(steps=10, retry_secs=1, max_failures=3), clocks=Clocks(timer=clock)
     )
-    with pytest.raises(TransientFilesystemError, match=r"3 times in a row .*save.max_failures.*resumes"):
+    with pytest.raises(TransientFilesystemError, match=r"3 times in a row .*save.max_failures.*beginning"):
         train([hook], 100, run=FakeRun(tmp_path), on_step=lambda _: clock.sleep(1))
     assert checkpoints.writes == 3
 
@@ -991,9 +991,13 @@ def test_a_last_save_that_keeps_failing_is_an_error_that_says_what_is_lost(check
     hook = SaveHook(
         checkpoints, SaveConfig(steps=10, last_secs=20), clocks=Clocks(timer=clock, sleep=clock.sleep)
     )
-    with pytest.raises(TransientFilesystemError, match=r"step 5 without a checkpoint of it.* for 20 s"):
+    with pytest.raises(
+        TransientFilesystemError, match=r"step 5 without a checkpoint of it.* for 20 s"
+    ) as caught:
         train([hook], 5, run=FakeRun(tmp_path))
     assert sum(clock.sleeps) == 20
+    assert "No checkpoint was saved yet." in str(caught.value)
+    assert str(caught.value).endswith("start the run again: it starts from the beginning.")
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])

@@ -8,13 +8,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from train.runs import FakeClock, train
+from train.runs import FakeClock, WithSummaries, train
 from train.tasks import Clicks
 
 from monolith.errors import ConfigError, MissingExtraError
@@ -29,7 +30,7 @@ from monolith.train.hooks.summaries import MlflowSink, SummaryHook, WandbSink, _
 from monolith.train.metrics.metric_set import MetricSet
 
 
-class Training:
+class Training(WithSummaries):
     """A run whose losses are given, on batches of two examples."""
 
     def __init__(self, model_dir: str, losses: list[float], step: int = 0, by: int = 1) -> None:
@@ -55,7 +56,8 @@ class Training:
         return StepResult(self.step, self.batch, torch.tensor(loss), predictions)
 
     def drive(self, *hooks: Hook) -> None:
-        drive(self, hooks, step=self.take_step)
+        with closing(self):
+            drive(self, hooks, step=self.take_step)
 
 
 def ticking(seconds: float) -> Callable[[], float]:

@@ -58,7 +58,7 @@ class ExportOptions:
     """Also compile the dense half with AOTInductor, for machines like this one: Predictor(compiled=True) runs
     it. Needs a C++ compiler."""
     no_warm_up: bool = False
-    """Draw no warm-up requests from the task's evaluation data."""
+    """Write no warm-up requests, neither those of export.warm_up_file nor some of the evaluation data."""
     threads: int | None = None
     """Threads of torch's own operations; by default as many as there are cores."""
     quiet: bool = False

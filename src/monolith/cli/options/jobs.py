@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from monolith.cli.options.flags import SecurityOptions
-from monolith.cli.options.train import Settings
+from monolith.cli.options.train import Settings, TrainOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +55,19 @@ class ConfigTokenOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConfigCheckOptions:
+class ConfigCheckOptions(TrainOptions):
     """List everything for which `monolith train` would refuse a config file, or the data it names.
 
     Makes the task and its model, opens the data and reads a sample of it: files and columns that are missing,
-    values of the wrong kind, labels that do not fit their loss.
+    values of the wrong kind, labels that do not fit their loss. Takes the flags of monolith train, which win
+    over the file.
     """
 
-    file: Path
+    config: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """A config file, TOML or JSON."""
+    task: Annotated[str | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
+    environment: bool = False
+    """Apply the variables of the environment, as a run would."""
     no_data: bool = False
     """Check the file alone: the task is not imported and no data is opened."""
 

@@ -143,7 +143,8 @@ class EvaluateOptions:
     Flags that say what is read, --data.*, --examples.* and --labels, are those of monolith train; settings of
     the task, such as batch_size and scores, are given by --set.
 
-    What --follow finds is also in eval below the model_dir: event files for TensorBoard, and metrics.jsonl.
+    What --follow finds is also in eval below the model_dir: metrics.jsonl, and event files for TensorBoard in
+    eval/checkpoints.
     """
 
     task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None

@@ -104,7 +104,8 @@ class RecordChecks:
     def note_empty(self, path: str) -> None:
         """Warn once of a file without records."""
         if path not in self._empty:
-            _log.warning("file source: %s is empty: it has no records", path)
+            text = "file source: %s is empty: it has no records"
+            _log.warning(text, path, extra={"cause": "empty files"})
         self._empty.add(path)
 
     def finish(self, good: int, bad: int, *, has_all_files: bool, last_file: str | None) -> None:

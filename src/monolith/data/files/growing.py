@@ -234,6 +234,7 @@ class GrowingFiles(FileOrder):
                     "not read: it may be incomplete. End the file with a line break.",
                     path,
                     one.place,
+                    extra={"cause": "last lines without a line break"},
                 )
                 since = float("inf")  # once
             self._unfinished[path] = (one.size, since)

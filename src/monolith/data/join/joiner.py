@@ -45,6 +45,7 @@ from monolith.data.join.store import BLOCK_RECORDS, Arrays, JoinStore, StoredBlo
 from monolith.data.records import LABEL, LINE_ID, Records, concat, timely
 from monolith.errors import ConfigError, CorruptFileError, DataError, FileMissingError, RestoreError
 from monolith.observe import Doublings, Metrics
+from monolith.observe.progress import counted
 from monolith.table.arguments import is_second, wrong_second
 from monolith.table.hashing import mix, mix_one
 from monolith.tensors import RaggedTensor
@@ -517,11 +518,12 @@ class Joiner:
         if self._bad_times.due(self._stats.bad_times):
             wrong = [time for time in records[self.config.time].flat_values.tolist() if not is_second(time)]
             _log.warning(
-                "joiner: left out %d records so far: the time %r of the %s %s",
-                self._stats.bad_times,
+                "joiner: left out %s so far: the time %r of the %s %s",
+                counted(self._stats.bad_times, "record"),
                 self.config.time,
                 stream,
                 wrong_second(int(wrong[0])),
+                extra={"cause": f"times of the {stream}"},
             )
         return records.keep(fine)
 

@@ -68,8 +68,11 @@ class TrackingConfig:
     """Where the numbers of a run go, every `summary_every_steps`."""
 
     sinks: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ("tensorboard",)
-    """Where loss, metrics, rows and speed are written: tensorboard for files in the model_dir, mlflow for an
-    MLflow server or database, wandb for Weights & Biases."""
+    """Where loss, metrics, rows and speed are written: tensorboard for event files, mlflow for an MLflow
+    server or database, wandb for Weights & Biases."""
+    tensorboard_dir: str = ""
+    """The folder of TensorBoard's event files, those of evaluations in eval/ below it; by default summaries/
+    and eval/ of the model_dir. One folder for each model: a run hides what another one wrote there."""
     project: str = ""
     """The MLflow experiment or W&B project; by default the task's name."""
     run_name: str = ""

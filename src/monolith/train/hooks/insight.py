@@ -17,15 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from monolith.errors import ConfigError
 from monolith.feature import LayoutKind, LayoutSpec
-from monolith.filesystem import join
 from monolith.model import EmbeddingCollection
 from monolith.nn import Dense, IRazor, SeNet, feature_insight, watch_segments
 from monolith.observe.summaries import Groups, SummaryWriter, TensorSummary, insight_data, nas_data
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
-from monolith.train.hooks.summaries import FOLDER as SUMMARIES
-
-FOLDER = "summaries/insight"
-"""Below the model's folder; apart from other summaries, since TensorBoard follows one file at a time."""
 
 
 def feature_insight_data(
@@ -114,9 +109,7 @@ class FeatureInsightHook(Hook):
         self._parts: Tensor | None = None
 
     def after_create(self, run: TrainingRun) -> None:
-        if run.model_dir and self._writer is None:
-            self._writer = SummaryWriter(join(run.model_dir, FOLDER))
-            self._writer.start(run.step)
+        self._writer = run.summaries
         self._every.begin(run.step)
 
     def before_step(self, run: TrainingRun) -> None:
@@ -147,8 +140,6 @@ class FeatureInsightHook(Hook):
 
     def close(self) -> None:
         self._unwatch()
-        if self._writer is not None:
-            self._writer.close()
 
     def _keep(self, parts: Tensor) -> None:
         self._parts = parts
@@ -198,9 +189,7 @@ class ModelInsightHook(Hook):
         self._moved: dict[str, Tensor] = {}
 
     def after_create(self, run: TrainingRun) -> None:
-        if run.model_dir and self._writer is None:
-            self._writer = SummaryWriter(join(run.model_dir, FOLDER))
-            self._writer.start(run.step)
+        self._writer = run.summaries
         self._collections = [one for one in run.model.modules() if isinstance(one, EmbeddingCollection)]
         self._every.begin(run.step)
 
@@ -233,8 +222,6 @@ class ModelInsightHook(Hook):
 
     def close(self) -> None:
         self._unwatch()
-        if self._writer is not None:
-            self._writer.close()
 
     def _unwatch(self) -> None:
         for watch in self._watches:
@@ -323,9 +310,7 @@ class NasDataHook(Hook):
         self._written: int | None = None
 
     def after_create(self, run: TrainingRun) -> None:
-        if run.model_dir and self._writer is None:
-            self._writer = SummaryWriter(join(run.model_dir, SUMMARIES))
-            self._writer.start(run.step)
+        self._writer = run.summaries
         self._every.begin(run.step)
         self._watched.begin(run.step)
 
@@ -352,8 +337,6 @@ class NasDataHook(Hook):
 
     def close(self) -> None:
         self._unwatch()
-        if self._writer is not None:
-            self._writer.close()
 
     def _keep(self, name: str, _module: nn.Module, _inputs: object, weights: Tensor) -> None:
         self._counts[name] = weights.detach().float().mean(0).cpu()

@@ -21,6 +21,7 @@ from torch import Tensor
 from monolith import concurrency
 from monolith.observe import Gauge, Metrics
 from monolith.observe.progress import (
+    counted,
     describe_amount,
     describe_bytes,
     describe_part,
@@ -29,7 +30,7 @@ from monolith.observe.progress import (
 )
 from monolith.table import TableStats
 from monolith.train.evaluate_config import LOSS, headlines
-from monolith.train.hook import Hook, StepResult, TrainingRun
+from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 
 _log = logging.getLogger(__name__)
 
@@ -129,12 +130,13 @@ class RunningLoss:
 
 
 class LiveLineHook(Hook):
-    """Shows how a run stands, at most every `every`, and once more at its end if it was shown at all.
+    """Shows how a run stands, every so often, and once more at its end if it was shown at all.
 
     Args:
         show: Called on the training thread, which waits for it.
         values: The values to show.
         outlook: The end of the run, as far as it is known.
+        every: The shortest time between two showings; or a number of steps.
         epochs: How often the data is read.
         live: Whether the data has events as they happen; of others there is no lag.
         clock: Unix seconds, for the lag.
@@ -147,14 +149,15 @@ class LiveLineHook(Hook):
         values: LiveValues,
         outlook: Outlook | None = None,
         *,
-        every: timedelta,
+        every: timedelta | int,
         epochs: int = 1,
         live: bool = True,
         clock: Callable[[], float] = concurrency.time,
         timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._show = show
-        self._every = every.total_seconds()
+        self._every_steps = Every(every, "progress: every") if isinstance(every, int) else None
+        self._every = every.total_seconds() if isinstance(every, timedelta) else 0.0
         self._values = values
         self._outlook = outlook or Outlook(timer=timer)
         self._epochs = epochs
@@ -173,6 +176,8 @@ class LiveLineHook(Hook):
 
     def after_create(self, run: TrainingRun) -> None:
         self._outlook.begin(run.step)
+        if self._every_steps is not None:
+            self._every_steps.begin(run.step)
         self._shown = self._timer()
         self._seen = deque([(self._shown, self._examples)])
 
@@ -186,7 +191,8 @@ class LiveLineHook(Hook):
             self._outlook.look(result.step)
             self._looked = True
         now = self._timer()
-        if now - self._shown >= self._every:
+        crossed = self._every_steps is None or self._every_steps.crossed(result.step)
+        if crossed and now - self._shown >= self._every:
             self._tell(result.step, now)
 
     def end(self, run: TrainingRun) -> None:
@@ -278,7 +284,7 @@ def describe_status(standing: TrainStatus) -> dict[str, str]:
         days = standing.lag_seconds / 86_400
         facts["behind"] = f"{days:,.0f} days" if days >= 2 else describe_seconds(standing.lag_seconds)
     if standing.staleness:
-        facts["dense staleness"] = f"{standing.staleness:,} step{'' if standing.staleness == 1 else 's'}"
+        facts["dense staleness"] = counted(standing.staleness, "step")
     counts = {
         "skipped batches": standing.skipped,
         "rows with bad gradients": standing.non_finite,

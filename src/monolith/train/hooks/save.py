@@ -638,17 +638,24 @@ class SaveHook(Hook):
 
     def _final(self, run: TrainingRun, error: TransientFilesystemError, how_often: str) -> Exception:
         """Return the error that ends a run whose saves keep failing."""
+        again = "it starts from the beginning" if self._newest_step == 0 else "it resumes from there"
         failure = TransientFilesystemError(
             f"the run ends at step {run.step} without a checkpoint of it: saving failed {how_often}: {error} "
-            f"{self._newest()} Make room in {run.model_dir} and start the run again: it resumes from there."
+            f"{self._newest()} Make room in {run.model_dir} and start the run again: {again}."
         )
         failure.__cause__ = error
         return failure
 
     def _newest(self) -> str:
         """Say which checkpoint is the newest, as far as this process knows; the lock may be held."""
-        step = self._first_step if self._saved is None else self._saved[0]
+        if (step := self._newest_step) is None:
+            return "No checkpoint was saved since this process started."
         return f"The newest checkpoint is of step {step}." if step else "No checkpoint was saved yet."
+
+    @property
+    def _newest_step(self) -> int | None:
+        """Step of the newest checkpoint, 0 if there is none; None if an earlier process saved it."""
+        return self._first_step if self._saved is None else self._saved[0]
 
     # Writing while training continues
 

@@ -65,7 +65,6 @@ class SummaryHook(Hook):
             for opened in self._open:
                 if (sink := opened(run)) is not None:
                     self._sinks.append(sink)
-                    sink.start(run.step)
         self._every.begin(run.step)
         self._begin_span()
 
@@ -137,20 +136,24 @@ class SummaryHook(Hook):
 
 _log = logging.getLogger(__name__)
 
-FOLDER = "summaries"
-"""Of TensorBoard's files, below the model's folder."""
-
 
 class ScalarSink(Protocol):
     """Takes the numbers of a run."""
-
-    def start(self, step: int) -> None:
-        """Say that training resumes after `step`."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Take numbers of one step, by tag."""
 
     def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class _EventFile:
+    """The event file of a run, which is not closed with one of the hooks that write to it."""
+
+    def __init__(self, writer: SummaryWriter) -> None:
+        self.scalars = writer.scalars
+        self.flush = writer.flush
+
     def close(self) -> None: ...
 
 
@@ -167,9 +170,6 @@ class _Tracker(ABC):
         self.lost = 0
         """Steps of which it took nothing."""
         self._closed = False
-
-    def start(self, step: int) -> None:  # noqa: B027  a tracker has nothing to take back
-        pass
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         try:
@@ -308,7 +308,7 @@ def sink_openers(config: TrackingConfig, task_name: str) -> list[OpenSink]:
     project, name = config.project or task_name, config.run_name or task_name
 
     def tensorboard(run: TrainingRun) -> ScalarSink | None:
-        return SummaryWriter(filesystem.join(run.model_dir, FOLDER)) if run.model_dir else None
+        return None if run.summaries is None else _EventFile(run.summaries)
 
     def mlflow(run: TrainingRun) -> ScalarSink:
         sink = MlflowSink(config.mlflow_uri or None, project, name, _kept(run, "mlflow"))
