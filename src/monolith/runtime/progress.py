@@ -125,7 +125,7 @@ class Skipping:
         Raises:
             DivergedError: It was one too many in a row.
         """
-        self.batches += 1
+        self.batches += len(batch) > 0  # a rank without data skips what another rank's batch has spoilt
         self._in_a_row += 1
         if self._in_a_row > self._max_in_a_row:
             many = "1 batch" if self._in_a_row == 1 else f"{self._in_a_row} batches"
@@ -137,7 +137,7 @@ class Skipping:
                 "back to an earlier checkpoint with --restore-checkpoint. max_skipped_in_a_row sets how many "
                 "are skipped."
             ) from cause
-        if self.batches <= LINES or self.batches % 100 == 0:
+        if len(batch) and (self.batches <= LINES or self.batches % 100 == 0):
             _log.warning(
                 "skipped a batch of %d examples after step %d: %s%s. Nothing of it was applied; %d so far",
                 len(batch),
