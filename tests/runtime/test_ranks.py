@@ -24,6 +24,7 @@ from runtime.rank_data import Given, batch_of
 from runtime.rank_runs import quiet, train_ranks
 from torch import Tensor, nn
 
+from monolith.checkpoint import read_manifest
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.errors import ConfigError, DataError, MonolithError
 from monolith.feature import Batch, FirstN
@@ -340,6 +341,13 @@ def test_a_hook_on_a_rank_without_data_gets_the_loss_of_the_other_ranks() -> Non
         assert nothing.examples == 0
         assert not nothing.predictions
         assert float(nothing.loss) == pytest.approx((float(one.loss) + float(other.loss)) / 2)
+
+
+def test_a_checkpoint_names_the_labels_although_rank_0_has_no_data(tmp_path: Path) -> None:
+    tasks = [Given(dense=True, loss=regression, batches=mine) for mine in ([], *halves(2))]
+    (report, _) = train_ranks(tasks, quiet(TrainConfig(model_dir=str(tmp_path))))
+    assert report.checkpoint is not None
+    assert read_manifest(report.checkpoint).manifest.parts["progress"]["value"]["heads"] == ["y"]
 
 
 def test_a_rank_without_data_skips_the_steps_that_the_others_skip() -> None:

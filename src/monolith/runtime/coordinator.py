@@ -78,6 +78,8 @@ class WorkerState:
     """Batches it has skipped since then."""
     event_time: int | None
     """The time by which its rows expire; None while it is not known."""
+    heads: tuple[str, ...] = ()
+    """The labels it trains on; none if it has had no data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

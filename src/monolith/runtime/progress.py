@@ -319,6 +319,7 @@ class RunProgress:
             examples=self.examples - self._restored_examples,
             skipped=self.skipping.batches - self._restored_skipped,
             event_time=self.expiry.now(),
+            heads=self._heads,
         )
 
     def expiry_time(self) -> int | None:
@@ -352,11 +353,12 @@ class RunProgress:
 
     def saved(self) -> dict[str, Any]:
         """Return the counts of all processes, for a checkpoint."""
+        every = (self._heads, *(state.heads for state in self.others))
         return {
             "examples": self.total_examples,
             "skipped": self.total_skipped,
             "event_times": self.expiry.state(),
-            "heads": list(self._heads),
+            "heads": list(next(filter(None, every), ())),
             "order": order_of(self.config),
         }
 
