@@ -60,7 +60,14 @@ class RankWorker:
         self._coordinator.join(lambda _: Start(step=0))
         batches = itertools.cycle(task.batches(examples, groups.rank))
         self._lane: PrefetchPipeline[Batch, LookedUp] = PrefetchPipeline(
-            self._placement.align(batches, every=60.0, pressed=lambda: False, silences=False),
+            self._placement.align(
+                batches,
+                empty=Batch.of_none,
+                every=60.0,
+                pressed=lambda: False,
+                silences=False,
+                shares_work=False,
+            ),
             self._model.prepare,
             lockstep=True,
         )

@@ -84,7 +84,7 @@ class Process:
         placement = self.coordinator.placement
         if placement.averaging is not None:
             placement.averaging.begin(1)
-            assert placement.averaging.finish(None) is None
+            assert placement.averaging.finish(None, None) is None
         self.weights.step()
         self.step = placement.count_step(self.step)
         return self.step

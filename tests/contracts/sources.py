@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,10 @@ COUNT = 13
 IDS = list(range(100, 100 + COUNT))
 SIZES = (3, 1, 0, 5, 4)
 """Records per file: one of a single record, which has all columns, and one of none."""
+CUTS = ((13,), (4, 9), (1, 2, 10), SIZES)
+"""Other numbers of files for the same records, of unequal sizes."""
+CUT = "cut.json"
+"""Put into a folder, it has the sizes of the files that sources make there."""
 
 
 def some_records(ids: Sequence[int] = tuple(IDS)) -> Records:
@@ -85,25 +90,29 @@ class Case:
     shares: Mapping[str, Any] | None = field(default_factory=dict)
     """Options with which several workers can share it out; None where what comes out depends on how many
     there are, or nothing can be shared."""
+    in_files: bool = False
+    """Whether it reads what `write_files` writes."""
     service: str | None = None
     """The fixture of a server that `make` is given as `service`."""
 
 
 def write_files(folder: Path, form: Format) -> list[str]:
     """Write the records into a few files, unless they are there."""
-    paths = [folder / f"{number:02}.{form.name}" for number in range(len(SIZES))]
-    for path, content in zip(paths, _encoded(form), strict=True):
+    cut = folder / CUT
+    sizes = tuple(json.loads(cut.read_text())) if cut.exists() else SIZES
+    paths = [folder / f"{number:02}.{form.name}" for number in range(len(sizes))]
+    for path, content in zip(paths, _encoded(form, sizes), strict=True):
         if not path.exists():
             path.write_bytes(content)
     return [str(path) for path in paths]
 
 
 @cache
-def _encoded(form: Format) -> list[bytes]:
+def _encoded(form: Format, sizes: Sequence[int]) -> list[bytes]:
     """The files of a format, which are the same for all tests."""
     found, first = [], 0
     with TemporaryDirectory() as folder:
-        for size in SIZES:
+        for size in sizes:
             path = Path(folder) / f"file.{form.name}"
             with form.writer(str(path)) as writer:
                 writer.write(some_records(IDS[first : first + size]))
@@ -353,15 +362,17 @@ SOURCES: dict[str, Case] = {
     "pandas": Case(_table(lambda **options: PandasSource(pd.DataFrame(_rows()), **options)), options=ALL),
     "polars": Case(_table(lambda **options: PolarsSource(pl.DataFrame(_rows()), **options)), options=ALL),
     "iterable": Case(_table(lambda **options: IterableSource(lambda: iter(_rows()), **options)), options=ALL),
-    "parquet": Case(_files(PARQUET), options=ALL),
-    "parquet, shuffled in one go": Case(_files(PARQUET, buffer=1000), options=ALL),
-    "csv": Case(_files(CSV), options=ALL),
-    "tf_example": Case(_files(TfRecordFormat("tf_example")), options=ALL),
-    "tf_example, gzip": Case(_files(TfRecordFormat("tf_example", compression="gzip")), options=ALL),
-    "example": Case(_files(TfRecordFormat("example", ids=())), options=ALL),
-    "example_batch": Case(_files(TfRecordFormat("example_batch", ids=())), options=ALL),
-    "watched files": Case(_watched, options=frozenset({"worker"})),
-    "growing files": Case(_grown, options=frozenset({"worker"})),
+    "parquet": Case(_files(PARQUET), options=ALL, in_files=True),
+    "parquet, shuffled in one go": Case(_files(PARQUET, buffer=1000), options=ALL, in_files=True),
+    "csv": Case(_files(CSV), options=ALL, in_files=True),
+    "tf_example": Case(_files(TfRecordFormat("tf_example")), options=ALL, in_files=True),
+    "tf_example, gzip": Case(
+        _files(TfRecordFormat("tf_example", compression="gzip")), options=ALL, in_files=True
+    ),
+    "example": Case(_files(TfRecordFormat("example", ids=())), options=ALL, in_files=True),
+    "example_batch": Case(_files(TfRecordFormat("example_batch", ids=())), options=ALL, in_files=True),
+    "watched files": Case(_watched, options=frozenset({"worker"}), in_files=True),
+    "growing files": Case(_grown, options=frozenset({"worker"}), in_files=True),
     "queue, committing by itself": Case(_queued(True), options=frozenset({"seed"}), shares=None),
     "queue, committed by the caller": Case(_queued(False), options=frozenset({"seed"}), shares=None),
     "kafka": Case(_kafka, service="kafka", shares={"assignment": None}),
@@ -370,7 +381,7 @@ SOURCES: dict[str, Case] = {
     "joined, with snapshots": Case(_joined_often),
     "merged flows": Case(_merged, [*IDS[:6], *IDS[6::2]], shares=None),
     "drifting": Case(_drifting, _users(DriftingStream().records(0, COUNT))),
-    "pipeline": Case(_pipeline(lambda p: p)),
+    "pipeline": Case(_pipeline(lambda p: p), in_files=True),
     "pipeline: map": Case(_pipeline(lambda p: p.map(_twice))),
     "pipeline: filter": Case(_pipeline(lambda p: p.filter(_odd)), [one for one in IDS if one % 2]),
     "pipeline: transform": Case(
@@ -379,13 +390,13 @@ SOURCES: dict[str, Case] = {
     "pipeline: history": Case(
         _pipeline(lambda p: p.history(HistoryConfig(by="id", of="name", max=3, time="id"))), shares=None
     ),
-    "pipeline: rebatch to less": Case(_pipeline(lambda p: p.rebatch(3))),
-    "pipeline: rebatch to more": Case(_pipeline(lambda p: p.rebatch(7))),
+    "pipeline: rebatch to less": Case(_pipeline(lambda p: p.rebatch(3)), in_files=True),
+    "pipeline: rebatch to more": Case(_pipeline(lambda p: p.rebatch(7)), in_files=True),
     "pipeline: shuffle": Case(_pipeline(lambda p: p.shuffle(ShuffleConfig(seed=3, buffer=9)))),
     "pipeline: shuffle in one go": Case(_pipeline(lambda p: p.shuffle(ShuffleConfig(buffer=1000)))),
     "pipeline: take": Case(_pipeline(lambda p: p.take(10)), IDS[:10], shares=None),
     "pipeline: take more than there is": Case(_pipeline(lambda p: p.take(1000))),
-    "pipeline: prefetch": Case(_pipeline(lambda p: p.prefetch(2))),
+    "pipeline: prefetch": Case(_pipeline(lambda p: p.prefetch(2)), in_files=True),
     "pipeline: prefetch of nothing": Case(_pipeline(lambda p: p.prefetch(0))),
     "pipeline: progress": Case(_pipeline(lambda p: p.with_progress(stream=StringIO()))),
     "pipeline: all": Case(

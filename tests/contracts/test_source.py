@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 from contracts import sources
 from contracts.sources import SOURCES, Case, ids_of
+from store.ranks import all_at_once, connected
 
 from monolith.data import Records, Shard, Source
 from monolith.data.service import Dispatcher
 from monolith.errors import ConfigError, MonolithError, RestoreError
+from monolith.runtime.lockstep import aligned
+from monolith.runtime.prefetch import Silence
+from monolith.store import RankGroups
 
 
 class Maker:
@@ -262,10 +267,45 @@ def shared(make: Maker, share: Shard) -> Source:
     return source
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
 def test_the_shards_of_all_workers_are_the_whole_without_repeats(make_shared: Maker, workers: int) -> None:
     ids = [one for worker in range(workers) for one in ids_of(shared(make_shared, Shard(worker, workers)))]
     assert sorted(ids) == sorted(make_shared.case.ids)
+
+
+@pytest.mark.parametrize("cut", sources.CUTS[:-1], ids=lambda cut: f"{len(cut)} files")
+@pytest.mark.parametrize("name", [name for name in SHARED if SOURCES[name].in_files])
+def test_they_are_the_whole_whatever_the_number_of_files(
+    name: str, cut: tuple[int, ...], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    (tmp_path / sources.CUT).write_text(json.dumps(cut))
+    make = Maker(SOURCES[name], tmp_path, request)
+    for workers in (1, 2, 3, 4):
+        ids = [one for worker in range(workers) for one in ids_of(shared(make, Shard(worker, workers)))]
+        assert sorted(ids) == sorted(make.case.ids), f"{workers} workers"
+    make.close()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[list[RankGroups]]:
+    with connected(3) as groups:
+        yield groups
+
+
+def test_ranks_get_the_whole_without_repeats(make_shared: Maker, ranks: list[RankGroups]) -> None:
+    def read(rank: int) -> list[Records | Silence]:
+        source = shared(make_shared, Shard(rank, len(ranks)))
+        nothing = Records(0, {})
+        return list(
+            aligned(
+                iter(source), ranks[rank].lookups, empty=lambda: nothing, every=60.0, pressed=lambda: False
+            )
+        )
+
+    found = all_at_once(*(partial(read, rank) for rank in range(len(ranks))))
+    assert len({len(batches) for batches in found}) == 1, "all take the same number of steps"
+    ids = [ids_of([one for one in batches if isinstance(one, Records) and len(one)]) for batches in found]
+    assert sorted(one for mine in ids for one in mine) == sorted(make_shared.case.ids)
 
 
 def test_a_shard_resumes_at_any_batch(make_shared: Maker) -> None:

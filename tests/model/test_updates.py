@@ -116,7 +116,7 @@ class Others:
     def begin(self, examples: int) -> None:
         self.seen.append(examples)
 
-    def finish(self, trouble: str | None) -> str | None:
+    def finish(self, loss: torch.Tensor | None, trouble: str | None) -> str | None:  # noqa: ARG002
         assert self._weight.grad is not None
         self._weight.grad *= 2
         self.seen.append(trouble)

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runtime.fleets import Tallied, TalliedFiles, read_model, run_fleet
+from runtime.fleets import (
+    Tallied,
+    TalliedFiles,
+    TalliedQueue,
+    TalliedService,
+    numbered,
+    read_model,
+    run_fleet,
+)
 from runtime.rank_data import Given, batch_of
 from runtime.rank_runs import quiet, train_ranks
 from torch import Tensor, nn
 
+from monolith.checkpoint import read_manifest
+from monolith.data.formats.parquet import ParquetFormat
 from monolith.errors import ConfigError, DataError, MonolithError
 from monolith.feature import Batch, FirstN
 from monolith.model import UpdateConfig
@@ -279,24 +289,109 @@ def test_a_batch_that_is_not_finite_is_skipped_by_all(config: TrainConfig) -> No
 # The end of the data
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize(("have", "steps"), [((3, 5, 4), 3), ((4, 4), 4)])
-def test_all_end_with_the_one_that_has_least(have: tuple[int, ...], steps: int, prefetch: int) -> None:
-    tasks = [Given(batches=[batch_of([rank, 7])] * many) for rank, many in enumerate(have)]
-    reports = train_ranks(tasks, quiet(TrainConfig(), prefetch=prefetch))
-    assert [(report.step, report.stop_reason) for report in reports] == [(steps, "the data ended")] * len(
-        have
-    )
-    assert all(report.finished for report in reports)
-
-
-@pytest.mark.parametrize(("have", "prefetch"), [((0, 4, 4), 0), ((2, 0), 2)])
-def test_a_rank_without_any_data_is_an_error_that_says_what_to_do(
-    have: tuple[int, ...], prefetch: int
+@pytest.mark.parametrize(
+    ("have", "prefetch", "num_ps"),
+    [((3, 5, 4), 0, 0), ((4, 4), 2, 0), ((0, 3), 2, 0), ((2, 0, 0), 0, 1), ((1, 4), 2, 1)],
+)
+def test_every_batch_is_trained_however_unequal_the_ranks(
+    have: tuple[int, ...], prefetch: int, num_ps: int, tmp_path: Path
 ) -> None:
-    tasks = [Given(batches=[batch_of([rank, 7])] * many) for rank, many in enumerate(have)]
-    with pytest.raises(DataError, match=f"cut the data into {len(have)} files or more"):
-        train_ranks(tasks, quiet(TrainConfig(), prefetch=prefetch))
+    tasks = [
+        Given(batches=[batch_of([100 * rank + number]) for number in range(many)])
+        for rank, many in enumerate(have)
+    ]
+    config = quiet(TrainConfig(model_dir=str(tmp_path)), prefetch=prefetch)
+    for _ in range(2):  # the second start finds that nothing is left
+        reports = train_ranks(tasks, config, num_ps=num_ps)
+        found = [(report.step, report.stop_reason, report.finished) for report in reports]
+        assert found == [(max(have), "the data ended", True)] * len(have)
+    rows = saved_rows(tasks[0], tmp_path)
+    assert sorted(rows) == [100 * rank + number for rank, many in enumerate(have) for number in range(many)]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_ranks_of_which_some_have_no_data_learn_what_one_process_does(update: str, tmp_path: Path) -> None:
+    """Also in the very first step, with each limit on gradients, and with an optimizer that has a state."""
+    first, second = halves(3, steps=2)[0], halves(2, steps=5)[0]
+    task = Given(dense=True, loss=regression, update=UPDATES[update])
+    together = [end_to_end(step) for step in zip(first, second, strict=False)] + second[2:]
+    Trainer(replace(task, batches=together), replace(PLAIN, model_dir=str(tmp_path / "one"))).train()
+    watched = Watched()
+    tasks = [replace(task, batches=mine) for mine in ([], second, first)]
+    train_ranks(tasks, replace(PLAIN, model_dir=str(tmp_path / "ranks")), hooks=watched)
+    one, ranks = (read_model(task, tmp_path / name) for name in ("one", "ranks"))
+    assert one.step == ranks.step == 5
+    for name, weight in one.weights.items():
+        torch.testing.assert_close(torch.tensor(ranks.weights[name]), torch.tensor(weight))
+    assert one.rows["f"].keys() == ranks.rows["f"].keys()
+    for key, (_, value, state) in one.rows["f"].items():
+        torch.testing.assert_close(torch.tensor(ranks.rows["f"][key][1]), torch.tensor(value))
+        torch.testing.assert_close(torch.tensor(ranks.rows["f"][key][2]), torch.tensor(state))
+    for step in range(5):
+        for other in watched.values():
+            assert torch.equal(watched[0].weights[step]["top.weight"], other.weights[step]["top.weight"])
+
+
+def test_a_hook_on_a_rank_without_data_gets_the_loss_of_the_other_ranks() -> None:
+    batches = halves(2, 2)
+    watched = Watched()
+    tasks = [Given(dense=True, loss=regression, batches=mine) for mine in ([], *batches)]
+    train_ranks(tasks, PLAIN, hooks=watched)
+    for nothing, one, other in zip(*(watched[rank].steps for rank in range(3)), strict=True):
+        assert nothing.examples == 0
+        assert not nothing.predictions
+        assert float(nothing.loss) == pytest.approx((float(one.loss) + float(other.loss)) / 2)
+
+
+def test_a_checkpoint_names_the_labels_although_rank_0_has_no_data(tmp_path: Path) -> None:
+    tasks = [Given(dense=True, loss=regression, batches=mine) for mine in ([], *halves(2))]
+    (report, _) = train_ranks(tasks, quiet(TrainConfig(model_dir=str(tmp_path))))
+    assert report.checkpoint is not None
+    assert read_manifest(report.checkpoint).manifest.parts["progress"]["value"]["heads"] == ["y"]
+
+
+def test_a_rank_without_data_skips_the_steps_that_the_others_skip() -> None:
+    batches = halves(2, steps=4)[0]
+    batches[1] = replace(batches[1], labels={"y": torch.tensor([1.0, float("nan")])})
+    tasks = [Given(dense=True, loss=regression, batches=mine) for mine in ([], batches)]
+    reports = train_ranks(tasks, PLAIN)
+    assert [(report.step, report.skipped) for report in reports] == [(3, 1), (3, 1)]
+
+
+@dataclass(frozen=True)
+class LongAndShort(TalliedQueue):
+    """A queue of a short file, and one that is longer than ranks read ahead."""
+
+    def write(self) -> list[str]:
+        paths = [f"{self.folder}/{name}.parquet" for name in ("0-short", "1-long")]
+        for path, first, size in zip(paths, (0, 8), (8, self.records - 8), strict=True):
+            with ParquetFormat().writer(path) as writer:
+                writer.write(numbered(self.stream().records(first, size)))
+        return paths
+
+    @property
+    def records(self) -> int:
+        return self.batches * 8
+
+
+def test_a_rank_that_waits_for_a_queue_does_not_keep_the_others_from_its_last_file(tmp_path: Path) -> None:
+    task = LongAndShort(batches=25, folder=str(tmp_path))
+    config = quiet(TrainConfig(model_dir=str(tmp_path / "model"), idle_after=timedelta(milliseconds=50)))
+    assert task.write()
+    reports = train_ranks([task] * 2, config)
+    assert [report.stop_reason for report in reports] == ["the data ended"] * 2
+    assert trained_once(task, tmp_path)
+
+
+def test_ranks_train_everything_that_a_data_service_gives_them(tmp_path: Path) -> None:
+    with TalliedService(batches=9, folder=str(tmp_path)).served() as task:
+        train_ranks([task] * 2, quiet(TrainConfig(model_dir=str(tmp_path / "model"))))
+        assert trained_once(task, tmp_path)
+
+
+def test_ranks_without_any_data_are_an_error() -> None:
+    with pytest.raises(DataError, match="has no examples; nothing was trained or saved"):
+        train_ranks([Given(), Given()], quiet(TrainConfig()))
 
 
 def test_a_run_that_is_done_may_be_started_again(tmp_path: Path) -> None:
@@ -306,13 +401,15 @@ def test_a_run_that_is_done_may_be_started_again(tmp_path: Path) -> None:
     assert [report.step for report in train_ranks(tasks, config)] == [2, 2]
 
 
-def test_records_that_were_not_trained_on_are_still_in_front_of_the_position(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_while_a_rank_has_no_data_trains_the_rest_after_a_restart(
+    tmp_path: Path,
+) -> None:
     config = quiet(TrainConfig(model_dir=str(tmp_path)), prefetch=2)
     few, many = ([batch_of([one]) for one in range(start, start + n)] for start, n in ((0, 2), (100, 5)))
-    train_ranks([Given(batches=few), Given(batches=many)], config)
-    more = [Given(batches=[*few, *([batch_of([50])] * 3)]), Given(batches=many)]
-    assert [report.step for report in train_ranks(more, config)] == [5, 5]
-    assert sorted(saved_rows(more[0], tmp_path)) == [0, 1, 50, 100, 101, 102, 103, 104]
+    tasks = [Given(batches=few), Given(batches=many)]
+    assert [report.step for report in train_ranks(tasks, replace(config, max_steps=3))] == [3, 3]
+    assert [report.step for report in train_ranks(tasks, config)] == [5, 5]
+    assert sorted(saved_rows(tasks[0], tmp_path)) == [0, 1, 100, 101, 102, 103, 104]
 
 
 @pytest.mark.parametrize(("prefetch", "deterministic"), [(0, False), (2, False), (2, True)])

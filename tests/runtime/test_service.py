@@ -23,7 +23,7 @@ NOT_YET = write_message(Joined())
 
 
 def state(number: int = 0) -> dict[str, Any]:
-    return {"position": {"next": number}, "examples": number, "skipped": 0, "event_time": None}
+    return {"position": {"next": number}, "examples": number, "skipped": 0, "event_time": None, "heads": []}
 
 
 class Clock:

@@ -35,14 +35,15 @@ class Numbers(Source):
     """The numbers 1 to `records`, in batches. Of n workers each reads every n-th batch.
 
     Args:
+        ahead: So many of the first batches are all of worker 0, which has more than the other workers then.
         seconds: How long reading a batch takes: a run of no length would be over before the first fault.
     """
 
     repeats_order = True
     live = False
 
-    def __init__(self, records: int, batch_size: int, seconds: float = 0.0) -> None:
-        self._records, self._size, self._seconds = records, batch_size, seconds
+    def __init__(self, records: int, batch_size: int, seconds: float = 0.0, ahead: int = 0) -> None:
+        self._records, self._size, self._seconds, self._ahead = records, batch_size, seconds, ahead
         self._choice = ShardChoice("numbers")
         self._next: int | None = None
 
@@ -55,7 +56,9 @@ class Numbers(Source):
             if self._seconds:
                 concurrency.sleep(self._seconds)
             end = min(first + self._size, self._records)
-            self._next = first + self._size * shard.workers
+            self._next = first + self._size
+            if first >= self._ahead * self._size:
+                self._next += self._size * (shard.workers - 1)
             numbers = np.arange(first, end, dtype=np.int64) + 1
             yield to_records({RECORD: numbers, LABEL: np.ones(len(numbers), np.float32)})
 
@@ -68,7 +71,8 @@ class Numbers(Source):
 
     def _first(self) -> int:
         if self._next is None:
-            self._next = self._choice.settle().worker * self._size
+            worker = self._choice.settle().worker
+            self._next = (self._ahead + worker if worker else 0) * self._size
         return self._next
 
 
@@ -95,13 +99,15 @@ class Counting(Task):
     batches: int = 6
     batch_size: int = 2
     read_seconds: float = 0.0
+    ahead: int = 0
 
     @property
     def records(self) -> int:
         return self.batches * self.batch_size
 
     def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
-        return Pipeline(Numbers(self.records, self.batch_size, self.read_seconds)).to_batches(SPEC)
+        numbers = Numbers(self.records, self.batch_size, self.read_seconds, self.ahead)
+        return Pipeline(numbers).to_batches(SPEC)
 
     def model(self) -> nn.Module:
         return CountingModel()
@@ -132,14 +138,14 @@ class Counted:
     trained: int
     """Number of records that the dense weight counted."""
 
-    def check_exactly_once(self, task: Counting, *, ranks: int = 1) -> None:
+    def check_exactly_once(self, task: Counting, *, steps: int | None = None) -> None:
         """Check a run of all records. Ranks average the gradients of the dense weight, which then counts the
-        records of one rank."""
+        records of one batch in each of their steps."""
         counts = {record: self.times.get(record, 0) for record in range(1, task.records + 1)}
         wrong = {record: times for record, times in counts.items() if times != 1}
         assert not wrong, f"records that were not trained exactly once: {wrong}"
         assert self.times.keys() == counts.keys(), f"unknown rows: {self.times}"
-        trained = task.records // ranks
+        trained = task.records if steps is None else steps * task.batch_size
         assert self.trained == trained, f"the dense weight counted {self.trained} records of {trained}"
 
 

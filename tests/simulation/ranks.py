@@ -1,4 +1,5 @@
-"""The world of ranks: processes that take every step together and train each record exactly once.
+"""The world of ranks: processes that take every step together and train each record exactly once, however
+unequal their shards of the data are.
 
 Half of the runs publish their rows. Then ranks and servers are also lost between the last save and the last
 delta, or the channel cannot be reached. In the end every subscriber has the rows of the last checkpoint.
@@ -75,7 +76,12 @@ def ranks(seed: int, *, traced: bool = False) -> SimCluster:
     draw = random.Random(f"ranks {seed}")
     num_ps, num_ranks = draw.choice([0, 0, 0, 1, 2]), draw.choice([1, 2, 2, 3])
     steps = draw.randint(1, 5)
-    task = FirstTime(batches=steps * num_ranks, read_seconds=draw.choice([0.0, 0.05, 0.5]))
+    # In half of the runs, the other ranks have less data than rank 0, or none, or one has a batch more.
+    uneven = random.Random(f"ranks, uneven {seed}")
+    ahead = uneven.choice([0, 0, 1, steps]) if num_ranks > 1 else 0
+    others = uneven.randint(0, steps * num_ranks - 1) if ahead else steps * num_ranks
+    task = FirstTime(batches=ahead + others, ahead=ahead, read_seconds=draw.choice([0.0, 0.05, 0.5]))
+    steps = ahead + -(-others // num_ranks)
     train = TrainConfig(
         model_dir=FOLDER,
         save=SaveConfig(steps=draw.choice([1, 2, 3, 5]), asynchronous=draw.choice([True, False])),
@@ -144,7 +150,7 @@ def ranks(seed: int, *, traced: bool = False) -> SimCluster:
         assert ended == (True, steps), f"{process.name} ended early: {report}"
         counted = read_counts(task, FOLDER)
         assert counted is not None, "the run finished without a checkpoint"
-        counted.check_exactly_once(task, ranks=num_ranks)
+        counted.check_exactly_once(task, steps=steps)
         assert counted.step == steps, f"the checkpoint is of step {counted.step}, not {steps}"
 
     def play(cluster: SimCluster) -> None:

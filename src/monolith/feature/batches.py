@@ -222,6 +222,11 @@ class Batch:
                         f"batch: {kind} {name!r} has {len(tensor)} rows for {self.ids.batch_size} examples"
                     )
 
+    @classmethod
+    def of_none(cls) -> Batch:
+        """Return a batch of no examples: the part of a rank without data in a step of the other ranks."""
+        return cls(FeatureIds.pack({}, batch_size=0))
+
     @property
     def label(self) -> Tensor:
         """The label of a batch with one task."""

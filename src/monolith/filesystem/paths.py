@@ -75,7 +75,7 @@ def is_below(path: AnyPath, folder: AnyPath) -> bool:
     if is_url(inner) or is_url(outer):
         parts, above = (normal_url(text).rstrip("/").split("/") for text in (inner, outer))
         return ".." not in parts and len(parts) > len(above) and parts[: len(above)] == above
-    real, base = os.path.realpath(inner), os.path.realpath(outer)  # noqa: PTH  Path.resolve is the same
+    real, base = os.path.realpath(inner), os.path.realpath(outer)
     return real != base and os.path.commonpath([real, base]) == base
 
 

@@ -288,11 +288,13 @@ class EmbeddingOptimizer(EagerOptimizer):
         if not trained:
             if not self.in_step:
                 return None
-            no_ids = TableIds(
-                torch.zeros(0, dtype=torch.int64), torch.zeros(len(store.tables), dtype=torch.int64)
+            return _Update(
+                ids=TableIds.none(len(store.tables)),
+                gradients=[torch.zeros(0)],
+                latest=[torch.zeros(0)] if store.delay_compensated else None,
+                step=self.global_step,
+                event_time=0,
             )
-            trained = [_Pending(torch.zeros(0), no_ids, 0)]
-            trained[0].rows.grad = torch.zeros(0)
         return _Update(
             ids=_joined([one.keys for one in trained]),
             gradients=[_brought(one.rows.grad, collection) for one in trained],

@@ -71,13 +71,18 @@ class WeightOptimizer(Protocol):
 class Together(Protocol):
     """The processes that take every step together, each with its own batch: one step with the mean of all."""
 
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of all examples of the last step in which this process had none."""
+
     def begin(self, examples: int) -> None:
         """Learn of a step before its backward pass, and how many examples this process has of it."""
 
-    def finish(self, trouble: str | None) -> str | None:
+    def finish(self, loss: Tensor | None, trouble: str | None) -> str | None:
         """Give each weight the gradient over the examples of all processes; return why the step is skipped.
 
         Args:
+            loss: The mean over the examples of this process; None if it has none.
             trouble: Why this process cannot.
         """
 
@@ -86,7 +91,7 @@ class Together(Protocol):
 
 
 def apply_gradients(
-    loss: Tensor,
+    loss: Tensor | None,
     sparse: EmbeddingOptimizer,
     dense: WeightOptimizer | None = None,
     config: UpdateConfig | None = None,
@@ -107,6 +112,7 @@ def apply_gradients(
     nothing.
 
     Args:
+        loss: None if this process has no examples in a step of all ranks: it only takes part.
         together: The ranks that take this step together. Then norms are those of the gradient over all
             examples, and all ranks skip a step in which the batch of one is not finite.
         examples: The number of examples in the mean of the loss, which is its weight among the ranks.
@@ -127,7 +133,7 @@ def apply_gradients(
     if together is not None:
         together.begin(examples)
     every = [p for group in dense.param_groups for p in group["params"]] if dense is not None else []
-    if loss.requires_grad or every or sparse.has_rows:
+    if loss is not None and (loss.requires_grad or every or sparse.has_rows):
         # A constant loss is a mistake, which autograd refuses, unless there is nothing that it could train.
         torch.autograd.backward(loss)
     weights = [weight for weight in every if weight.grad is not None]
@@ -136,7 +142,7 @@ def apply_gradients(
     with torch.no_grad():
         trouble = find_non_finite(loss, [w.grad for w in weights], [row.grad for row in rows])
         if together is not None:
-            trouble = together.finish(trouble)
+            trouble = together.finish(loss, trouble)
             weights = [weight for weight in every if weight.grad is not None]
         if trouble is not None:
             _forget(sparse, dense)
@@ -211,7 +217,7 @@ def _limits_rows(config: UpdateConfig) -> bool:
 
 
 def find_non_finite(
-    loss: Tensor, dense: Sequence[Tensor | None], rows: Sequence[Tensor | None]
+    loss: Tensor | None, dense: Sequence[Tensor | None], rows: Sequence[Tensor | None]
 ) -> str | None:
     """Return what of a batch is NaN or infinite, in words; None if all is finite.
 
@@ -224,7 +230,7 @@ def find_non_finite(
         rows: Gradients of rows.
     """
     kinds = {
-        "the loss": [loss.detach()],
+        "the loss": [] if loss is None else [loss.detach()],
         "a gradient of the dense weights": [gradient for gradient in dense if gradient is not None],
         "a gradient of the rows": [gradient for gradient in rows if gradient is not None],
     }

@@ -42,7 +42,8 @@ class ReadBatch(NamedTuple):
     """A batch, and the position of the source after it."""
 
     batch: Batch
-    position: Position
+    position: Position | None
+    """None if it is empty, and not of the source; see `lockstep`."""
     at: float
     """When it was read, in Unix seconds."""
 
@@ -113,12 +114,21 @@ def _work_queue(stream: Stream[Batch], membership: Membership, config: TrainConf
     return found
 
 
+def _shares_work(stream: Stream[Any] | None) -> bool:
+    """Return whether which records a worker gets depends on how far other workers are, as with a queue."""
+    while stream is not None:
+        if (queue := stream.work_queue) is not None and not queue.chief_assigns:
+            return True
+        stream = stream.upstream
+    return False
+
+
 class TrainingBatches:
     """Batches of one process in order, with their rows looked up. Used by the training thread.
 
         read, rows = batches.next()              # waits for data; calls `idle` meanwhile
         batches.push(update_rows)                # behind the step, in an order that timing cannot change
-        batches.position = read.position         # trained on: a checkpoint resumes after it
+        batches.note_trained(read)               # a checkpoint resumes after it
 
     Args:
         stream: The data; closed by `close`.
@@ -202,6 +212,11 @@ class TrainingBatches:
         """Return the next batch and its rows; None at the end, or if waiting was interrupted."""
         return self._open().next()
 
+    def note_trained(self, read: ReadBatch) -> None:
+        """Note that a batch was trained on, or is not to be: a checkpoint resumes after it."""
+        if read.position is not None:
+            self.position = read.position
+
     @property
     def exhausted(self) -> bool:
         """Whether the data ended and every batch was returned."""
@@ -267,12 +282,16 @@ class TrainingBatches:
         waits = config.deterministic and self.work_queue is None
         items: Iterator[ReadBatch | Silence] = self._placement.align(
             self._read(),
+            empty=lambda: ReadBatch(Batch.of_none(), None, self._clock()),
             every=config.idle_after.total_seconds(),
             pressed=lambda: self.interrupted or self._draining,
             silences=not config.deterministic,
+            shares_work=_shares_work(self.stream),
         )
         # Rows that are looked up in the step see every update: none may wait behind (`complete`).
         prepare: Callable[[Batch], Any] = model.prepare
+        if lockstep:
+            prepare = lambda batch: model.prepare(batch) if len(batch) else model.prepare_none()  # noqa: E731
         complete: Callable[[ReadBatch, Any], Any] | None = None
         if self.send is not None:
             # Steps are launched ahead of the device, so it has work while this thread sends a batch. A second

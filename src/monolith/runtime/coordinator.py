@@ -78,6 +78,8 @@ class WorkerState:
     """Batches it has skipped since then."""
     event_time: int | None
     """The time by which its rows expire; None while it is not known."""
+    heads: tuple[str, ...] = ()
+    """The labels it trains on; none if it has had no data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,11 +314,18 @@ class Placement(Protocol):
         """Whether training continues although a save failed with this error."""
 
     def align(
-        self, items: Iterator[Item], *, every: float, pressed: Callable[[], bool], silences: bool
+        self,
+        items: Iterator[Item],
+        *,
+        empty: Callable[[], Item],
+        every: float,
+        pressed: Callable[[], bool],
+        silences: bool,
+        shares_work: bool,
     ) -> Iterator[Item | Silence]:
-        """Return the items of this process for which all processes take a step; see `lockstep.aligned`.
+        """Return the items of this process, one for each step that it takes; see `lockstep.aligned`.
 
-        Every item is returned unless the processes train in lockstep.
+        If the processes train in lockstep, there are empty ones and silences among them.
         """
 
     def count_step(self, step: int) -> int:

@@ -340,9 +340,11 @@ class ServerPlacement:
         self,
         items: Iterator[Item],
         *,
+        empty: Callable[[], Item],  # noqa: ARG002
         every: float,  # noqa: ARG002
         pressed: Callable[[], bool],  # noqa: ARG002
         silences: bool,  # noqa: ARG002
+        shares_work: bool,  # noqa: ARG002
     ) -> Iterator[Item | Silence]:
         return items
 

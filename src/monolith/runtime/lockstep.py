@@ -1,11 +1,14 @@
 """Reading in lockstep: ranks agree on which batches they train on.
 
-Every lookup is a collective call, so a rank may look a batch up only if all ranks have one. So all ranks tell
-each other how many batches they have read (one small all-gather), and then train on as many as each has:
+Every lookup is a collective call, so a rank may look a batch up only if all ranks do. So all ranks tell each
+other how many batches they have read (one small all-gather), and then train on as many as each has. A rank
+without data takes part with empty batches until the data of all ranks has ended:
 
     rank 0 has 3, rank 1 has 2    every rank trains on 2 batches; the third of rank 0 is kept
-    one WAITING                   every rank gets `SILENT` at the same place, unless silences are off
-    one ENDED                     the data has ended for all; ranks that have batches left drop them
+    rank 0 has 3, rank 1 ENDED    rank 0 trains on 3 batches, rank 1 takes 3 empty steps
+    rank 0 has 3, rank 1 IDLE     the same: it waits for a queue whose last files the other ranks train on
+    one WAITING, or all IDLE      every rank gets `SILENT` at the same place, unless silences are off
+    all ENDED                     the data has ended
 
 How many batches a rank has depends on time, but only the number of all-gathers follows from it: the batches
 are the same, in the same order.
@@ -42,7 +45,8 @@ class Readiness(IntEnum):
 
     READY = 0
     WAITING = 1
-    ENDED = 2
+    IDLE = 2
+    ENDED = 3
 
 
 class _Reader(Generic[Item]):
@@ -117,32 +121,44 @@ def aligned(
     items: Iterator[Item],
     collective: Collective,
     *,
+    empty: Callable[[], Item],
     every: float,
     pressed: Callable[[], bool],
     silences: bool = True,
+    shares_work: bool = False,
     on_stuck: Callable[[], None] = lambda: None,
 ) -> Generator[Item | Silence, None, None]:
-    """Yield the items of this rank that all ranks train on, and `SILENT` if a rank has none for now.
+    """Yield the items of this rank in order, and `SILENT` if a rank has none for now.
+
+    If they end before those of another rank, empty ones follow, until those of all ranks have ended.
 
     Args:
         items: Those of this rank; a generator is closed together with the one returned.
         collective: Used only by the thread that iterates.
+        empty: Makes an item for a step of the other ranks for which this rank has none.
         every: Seconds that an item may take before this rank reports that it waits.
         pressed: Whether this rank wants to stop waiting, so that `SILENT` is yielded in any case.
         silences: Whether it is yielded otherwise.
+        shares_work: Whether items may come, or end, only after other ranks have trained on theirs, as with a
+            queue of files. So they do not wait for this rank.
         on_stuck: Called when this is closed and the source is blocked in a read.
     """
     reader = _Reader(items)
+    idle = False
     try:
         while True:
             # Items that were read are kept until all ranks have one: each is trained on exactly once.
-            word = torch.tensor([reader.poll(every), int(pressed())])
-            ranks, hurry = collective.all_gather(word).T.tolist()
-            if Readiness.ENDED in ranks:
+            said = reader.poll(0.0 if idle else every)
+            if said == Readiness.WAITING and shares_work:
+                said = Readiness.IDLE
+            ranks, hurry = collective.all_gather(torch.tensor([said, int(pressed())])).T.tolist()
+            if all(one == Readiness.ENDED for one in ranks):
                 return
-            if Readiness.WAITING not in ranks:
-                for _ in range(1 - max(ranks)):  # as many as the rank has that has the fewest
-                    yield reader.held.popleft()
+            ready = [one for one in ranks if one <= Readiness.READY]
+            idle = said == Readiness.IDLE and bool(ready)
+            if ready and Readiness.WAITING not in ranks:
+                for _ in range(1 - max(ready)):  # as many as the rank has that has the fewest
+                    yield reader.held.popleft() if reader.held else empty()
             elif silences or any(hurry):
                 yield SILENT
     finally:

@@ -126,7 +126,7 @@ class Skipping:
         Raises:
             DivergedError: It was one too many in a row.
         """
-        self.batches += 1
+        self.batches += len(batch) > 0  # a rank without data skips what another rank's batch has spoilt
         self._in_a_row += 1
         if self._in_a_row > self._max_in_a_row:
             many = "1 batch" if self._in_a_row == 1 else f"{self._in_a_row} batches"
@@ -138,7 +138,7 @@ class Skipping:
                 "back to an earlier checkpoint with --restore-checkpoint. max_skipped_in_a_row sets how many "
                 "are skipped."
             ) from cause
-        if self.batches <= LINES or self.batches % 100 == 0:
+        if len(batch) and (self.batches <= LINES or self.batches % 100 == 0):
             _log.warning(
                 "skipped a batch of %d examples after step %d: %s%s. Nothing of it was applied; %d so far",
                 len(batch),
@@ -359,6 +359,7 @@ class RunProgress:
             examples=self.examples - self._restored_examples,
             skipped=self.skipping.batches - self._restored_skipped,
             event_time=self.expiry.now(),
+            heads=self._heads,
         )
 
     def expiry_time(self) -> int | None:
@@ -392,11 +393,12 @@ class RunProgress:
 
     def saved(self) -> dict[str, Any]:
         """Return the counts of all processes, for a checkpoint."""
+        every = (self._heads, *(state.heads for state in self.others))
         return {
             "examples": self.total_examples,
             "skipped": self.total_skipped,
             "event_times": self.expiry.state(),
-            "heads": list(self._heads),
+            "heads": list(next(filter(None, every), ())),
             "order": order_of(self.config),
             "ranges": self._ranges.state(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ class AveragedGradients:
         self._examples = 0
         self._weight = 1.0
         """Factor of this rank's gradients in the sum."""
+        self.loss = torch.tensor(math.nan)
         self._next = len(self._buckets)
         """Index of the bucket to be sent next; past the last one outside of a step."""
         for weight in self._weights:
@@ -96,12 +98,18 @@ class AveragedGradients:
             bucket.finish = None
 
     @torch.no_grad()
-    def finish(self, trouble: str | None) -> str | None:
+    def finish(self, loss: Tensor | None, trouble: str | None) -> str | None:
         used = [float(weight.grad is not None) for weight in self._weights]
         self._send_ready(all_of_them=True)
-        word = torch.tensor([float(self._examples), float(trouble is not None), *used], dtype=torch.float64)
+        lost = 0.0 if loss is None else float(loss) * self._examples
+        word = torch.tensor(
+            [float(self._examples), lost, float(trouble is not None), *used], dtype=torch.float64
+        )
         summed = self._collective.sum(word)
-        examples, troubled, *users = summed.tolist()
+        examples, lost, troubled, *users = summed.tolist()
+        if loss is None:
+            device = self._weights[0].device if self._weights else None
+            self.loss = torch.tensor(lost / max(examples, 1.0), device=device)
         total = 1.0 if self._config.half_gradients else max(examples, 1.0)
         self._take(total, {id(w): many for w, many in zip(self._weights, users, strict=True)})
         if not troubled:
@@ -271,14 +279,23 @@ class RankPlacement:
         return False
 
     def align(
-        self, items: Iterator[Item], *, every: float, pressed: Callable[[], bool], silences: bool
+        self,
+        items: Iterator[Item],
+        *,
+        empty: Callable[[], Item],
+        every: float,
+        pressed: Callable[[], bool],
+        silences: bool,
+        shares_work: bool,
     ) -> Iterator[Item | Silence]:
         return aligned(
             items,
             self._groups.lookups,
+            empty=empty,
             every=every,
             pressed=pressed,
             silences=silences,
+            shares_work=shares_work,
             on_stuck=self._note_stuck,
         )
 

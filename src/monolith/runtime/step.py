@@ -151,18 +151,21 @@ class TrainingStep:
             if self._membership.lockstep:
                 before_lookup = self._refuse_other_ids
 
+            # Ranks that have no data for this step take part in every exchange, without a forward pass.
+            outputs: Outputs | None = None
             with self._on_stream():
                 if isinstance(rows, SentBatch):
                     assert self._graph is not None
                     rows = self._graph.look_up(rows)
-                outputs = self._outputs(batch, rows, before_lookup)
-                if self.check is not None and bool(outputs.loss.detach().isfinite()):  # or it is skipped
-                    self._check(outputs.predictions, batch)
+                if len(batch) or not self._membership.lockstep:
+                    outputs = self._outputs(batch, rows, before_lookup)
+                    if self.check is not None and bool(outputs.loss.detach().isfinite()):  # or it is skipped
+                        self._check(outputs.predictions, batch)
                 try:
                     # Dense weights are updated here and now; rows by `push`, behind the next lookup. The step
                     # is counted in between, because server 0 counts a step when it takes the dense gradients.
                     apply_gradients(
-                        outputs.loss,
+                        None if outputs is None else outputs.loss,
                         self._sparse,
                         self._dense,
                         self._updates,
@@ -175,12 +178,15 @@ class TrainingStep:
                     for buffer, before in buffers:
                         buffer.copy_(before)
                     progress.skipping.note(cause, progress.step, batch)
-                    batches.position = read.position
+                    batches.note_trained(read)
                     continue
             break
 
         progress.skipping.note_trained()
         self._note_trained(read)
+        if outputs is None:
+            assert self._placement.averaging is not None
+            return StepResult(progress.step, batch, self._placement.averaging.loss, to_measure=False)
         loss = outputs.loss.detach()
         predictions = {head: tensor.detach() for head, tensor in outputs.predictions.items()}
         return StepResult(progress.step, batch, loss, predictions)
@@ -275,7 +281,7 @@ class TrainingStep:
         """Count a batch that was trained on, and tell publishers of it."""
         batches, progress = self._batches, self._progress
         # Only now: a step that raised is not trained, and a checkpoint must resume with its batch.
-        batches.position = read.position
+        batches.note_trained(read)
         progress.note_batch(read.batch)
         if self.learned is not None:
             learned = LearnedUpTo(
@@ -420,14 +426,14 @@ class TrainingStep:
         self.settle()
         if self.paused or batches.reassigned:
             return
-        # The position may be past the last batch: bad records after it make no batch. In lockstep, a batch
-        # may be left for which the other ranks had none; it is trained on after the next start.
-        if batches.exhausted and not self._membership.lockstep:
+        # The position may be past the last batch: bad records after it make no batch.
+        if batches.exhausted:
             batches.position = batches.stream.position()
         batches.drain()
         task, shard = self._model.task.name, self._membership.shard
         passes = self._config.epochs or 1
-        if batches.exhausted and 0 < progress.step <= passes * shard.workers and progress.examples:
+        together = 1 if self._membership.lockstep else shard.workers
+        if batches.exhausted and 0 < progress.step <= passes * together and progress.examples:
             _log.warning(
                 "task %r: a batch is as large as all the data, or larger: its %s examples made %s. Choose a "
                 "smaller one: examples.batch_size of a config, batch_size of a source, or rebatch",
@@ -437,17 +443,10 @@ class TrainingStep:
             )
         if progress.examples or progress.skipping.batches or batches.interrupted:
             return
-        if shard.workers == 1:
+        if shard.workers == 1 or (self._membership.lockstep and not progress.step):
             check_not_all_skipped(0, batches.stream.bad_records())
             raise DataError(
                 f"task {task!r}: dataset(Mode.TRAIN) has no examples; nothing was trained or saved"
-            )
-        if self._membership.lockstep and not progress.step:
-            raise DataError(
-                f"task {task!r}: nothing was trained: {shard.workers} ranks take their steps "
-                "together, and one of them has no data. Each file is read by one rank alone: cut the data "
-                f"into {shard.workers} files or more, train with fewer ranks, or with parameter servers, "
-                "whose workers do not wait for each other."
             )
         _log.warning(
             "worker %d trained on no examples: its shard of the data is empty, or was trained on before a "

@@ -580,8 +580,7 @@ class AllToAllStore(RankStore):
 
     def answer_solo_lookup(self) -> None:
         """Take part in the solo lookup of another rank, with no IDs of this rank."""
-        nothing = torch.empty(0, dtype=torch.int64)
-        self._exchange(self._solo, TableIds(nothing, torch.zeros(len(self.tables), dtype=torch.int64)))
+        self._exchange(self._solo, TableIds.none(len(self.tables)))
 
     def _exchange(self, exchange: RankExchange, ids: TableIds) -> Tensor:
         call, received = exchange.exchange(lambda: exchange.partitioner.lookup(ids))

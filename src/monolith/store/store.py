@@ -42,6 +42,11 @@ class TableIds:
     distinct: bool = True
     """Whether the IDs of one table in one batch are distinct."""
 
+    @classmethod
+    def none(cls, tables: int) -> TableIds:
+        """Return no IDs of so many tables: what a rank sends that only takes part in a call."""
+        return cls(torch.zeros(0, dtype=torch.int64), torch.zeros(tables, dtype=torch.int64))
+
 
 def add_stats(found: Sequence[TableStats]) -> TableStats:
     """Return the statistics of a table from those of its shards; `load` is their mean."""

@@ -319,8 +319,8 @@ class _Exploration(Simulation):
 def _shared_offsets(code: CodeType) -> frozenset[int]:
     """Return the offsets of the instructions before which threads may be changed.
 
-    Those that belong to no line, such as the cleanup of a `with` in Python 3.12, are left out: a failure could
-    not be told with its line.
+    Those that belong to no line, such as the cleanup of a `with` in Python 3.12, are left out: a failure
+    there could not be told with its line.
     """
     return frozenset(
         one.offset

@@ -45,6 +45,8 @@ class StepResult:
     step: int
     """The global step after it."""
     batch: Batch
+    """Has no examples and no features if the data of this rank has ended before that of another; then there
+    are no predictions either, and the loss is the mean of the other ranks."""
     loss: Tensor
     """A scalar, detached, on the model's device."""
     predictions: Mapping[str, Tensor] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatc
 from monolith.nn import RateSchedule
 from monolith.observe import Resting
 from monolith.observe.machine import usable_cores
-from monolith.store import AllToAllStore, LocalStore, MakeStore, Store
+from monolith.store import AllToAllStore, LocalStore, MakeStore, Store, TableIds
 from monolith.table import AdmissionFilter, ConstantRate, Table, TableConfig, TableStats
 from monolith.table.config import TableTiers
 from monolith.train.accelerator import Accelerator, take
@@ -272,6 +272,12 @@ class Model:
         self.check_features(batch)
         found = [None] * len(self.collections) if gathered is None else gathered
         return [one.prepare(batch, ids) for one, ids in zip(self.collections, found, strict=True)]
+
+    def prepare_none(self) -> LookedUp:
+        """Take part in the lookups of other ranks, in the order of `prepare`, without a batch."""
+        for collection in self.collections:
+            collection.store.lookup(TableIds.none(len(collection.store.tables)))
+        return []
 
     @property
     def is_local(self) -> bool:

@@ -170,7 +170,7 @@ class DeepInsightHook(Hook):
         self._silent = False
 
     def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
-        if not self._sinks or not self._ratio:
+        if not self._sinks or not self._ratio or not result.examples:
             return
         chosen = torch.rand(result.examples, generator=self._generator) < self._ratio
         messages = self.messages(result, chosen.nonzero().flatten())
