@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import CONCAT, Batch, FeatureSpec, Layout
+from monolith.feature import CONCAT, Batch, Each, FeatureSpec, Layout
 from monolith.model.features import Feature
 from monolith.model.histories import (
     TIME,
@@ -211,7 +211,7 @@ class SequenceRanker(LogitModel):
             )
         if not hidden:
             raise ConfigError("SequenceRanker: hidden must have at least one width")
-        inputs = ModelInputs("SequenceRanker", features, options)
+        inputs = ModelInputs("SequenceRanker", features, options, histories=lambda _: Each())
         chosen = inputs.features
         steps = step_features("SequenceRanker", chosen, history, dim)
         plain = [name for name in chosen.names if name not in (steps.history, *steps.companions)]
