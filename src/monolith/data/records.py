@@ -30,6 +30,7 @@ from monolith import native
 from monolith.data.row_gathering import GatheredColumns, RowBlock, Rows, View, bytes_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, ColumnKind, FeatureIds, FeatureSpec
+from monolith.feature.batches import newest_of_each
 from monolith.feature.spec import UnmovedRows
 from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
 from monolith.tensors import RaggedTensor, ranges
@@ -690,17 +691,17 @@ def read_batch(records: Records, spec: BatchSpec) -> Batch:
 
 
 def _event_times(records: Records, column: str | None) -> Tensor | None:
-    """Return Unix seconds of all records that have one; None if there is no such column."""
-    found = records.columns.get(column or "")
-    if found is None:
+    """Return Unix seconds of each record, 0 for one that has none; None if there is no such column."""
+    if column is None or column not in records.columns:
         return None
+    found = records[column]
     if found.dtype is torch.uint8:
         raise DataError(f"batch: event time {column!r} must be Unix seconds, got {_said(found)}")
     times = found.flat_values.long()
     if len(times) and not 0 <= int(times.min()) <= int(times.max()) <= MAX_EVENT_TIME:
         wrong = times[(times < 0) | (times > MAX_EVENT_TIME)]
         raise DataError(f"batch: event time {column!r} {wrong_second(int(wrong[0]))}")
-    return times
+    return newest_of_each(found.with_flat_values(times))
 
 
 def _numbers(records: Records, name: str, what: str) -> RaggedTensor:

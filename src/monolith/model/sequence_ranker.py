@@ -294,12 +294,14 @@ class SequenceRanker(LogitModel):
             return None
         ids = batch.ids if isinstance(batch, Batch) else batch
         event_times = getattr(ids, "event_times", None)
-        if event_times is not None and event_times.shape[0] == examples:
-            return times, event_times.to(times.device)
         padded = torch.cat([times, times.new_zeros(1)])
         some = history.row_lengths() > 0
         last = padded[torch.where(some, history.row_splits[1:] - 1, times.shape[0])]
-        return times, last if last.shape[0] == examples else last.expand(examples)
+        last = last if last.shape[0] == examples else last.expand(examples)
+        if event_times is None or event_times.shape[0] != examples:
+            return times, last
+        known = event_times.to(times.device)
+        return times, torch.where(known > 0, known, last)
 
 
 def appended(rows: RaggedTensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
