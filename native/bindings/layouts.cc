@@ -103,6 +103,11 @@ void number(const Layouts& layouts, const LayoutBatch& batch, const OutIds& out)
   layouts.number(batch, as_span(out));
 }
 
+void newest(const Layouts& layouts, const LayoutBatch& batch, const Ids& times, const OutIds& out) {
+  GilReleased unlocked;
+  layouts.newest(batch, as_span(times), as_span(out));
+}
+
 nb::tuple moves(const Layouts& layouts, const LayoutBatch& batch, const std::vector<int>& uses) {
   Layouts::Moves found;
   {
@@ -170,6 +175,8 @@ void bind_layouts(nb::module_& m) {
            "out"_a.noconvert(), "Fill `out` with the gradient of each distinct id's row.")
       .def("number", &number, "batch"_a, "out"_a.noconvert(),
            "Fill `out`, table after table, with the number of each id that is read among the distinct ones.")
+      .def("newest", &newest, "batch"_a, "times"_a.noconvert(), "out"_a.noconvert(),
+           "Fill `out`, for each distinct id, with the newest time of the examples that contain it.")
       .def("moves", &moves, "batch"_a, "uses"_a,
            nb::sig("def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], "
                    "NDArray[numpy.int64], NDArray[numpy.float32]]"),

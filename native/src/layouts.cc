@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <limits>
 #include <utility>
 
 #include "distinct_ids.h"
@@ -25,6 +26,7 @@ Layouts::Layouts(std::vector<int> table_dims, std::vector<FeatureSpec> features,
       features_of_(table_dims_.size()),
       planning_(workers_ != nullptr ? workers_->threads() : 1),
       numbering_(workers_ != nullptr ? workers_->threads() : 1),
+      timing_(workers_ != nullptr ? workers_->threads() : 1),
       gathering_(workers_ != nullptr ? workers_->threads() : 1),
       scattering_(workers_ != nullptr ? workers_->threads() : 1) {
   const auto within = [](std::int64_t number, std::size_t count) {
@@ -210,6 +212,32 @@ void Layouts::number(const LayoutBatch& batch, std::span<std::int64_t> out) cons
       const Stretch& one = stretches[s];
       std::int64_t* to = out.data() + one.to;
       for (std::uint32_t i = one.begin; i < one.end; ++i) *to++ = one.first + batch.rows_[i];
+    }
+  });
+}
+
+void Layouts::newest(const LayoutBatch& batch, std::span<const std::int64_t> times,
+                     std::span<std::int64_t> out) const {
+  check(batch, batch.floats(), output_floats_.size());
+  if (times.size() != batch.batch_size_ || out.size() != batch.ids_.size())
+    refuse("there must be a time per example and a place per distinct id: expected " +
+           std::to_string(batch.batch_size_) + " and " + std::to_string(batch.ids_.size()) + ", got " +
+           std::to_string(times.size()) + " and " + std::to_string(out.size()));
+  const std::int64_t of_all = times.empty() ? 0 : *std::max_element(times.begin(), times.end());
+  const MeasuredCall call(workers_.get(), timing_, batch.rows_.size());
+  spread(table_dims_.size(), 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t t = begin; t < end; ++t) {
+      std::int64_t* const to = out.data() + batch.first_[t];
+      std::fill_n(to, batch.sizes_[t], std::numeric_limits<std::int64_t>::min());
+      for (const int f : features_of_[t]) {
+        const LayoutBatch::Cells& cells = batch.cells_[f];
+        for (std::uint32_t c = 0; c < cells.count; ++c) {
+          const std::int64_t time = cells.shared ? of_all : times[c];
+          for (std::uint32_t at = batch.splits_[cells.begin + c]; at < batch.splits_[cells.begin + c + 1];
+               ++at)
+            to[batch.rows_[at]] = std::max(to[batch.rows_[at]], time);
+        }
+      }
     }
   });
 }

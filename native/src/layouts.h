@@ -144,6 +144,11 @@ class Layouts {
   // `LayoutBatch::ids`.
   void number(const LayoutBatch& batch, std::span<std::int64_t> out) const;
 
+  // For each of `LayoutBatch::ids` the newest of `times`, one per example, among the examples that contain
+  // it.
+  void newest(const LayoutBatch& batch, std::span<const std::int64_t> times,
+              std::span<std::int64_t> out) const;
+
  private:
   class Scattering;
   void weigh(LayoutBatch& batch, std::span<const float> weights) const;
@@ -170,7 +175,7 @@ class Layouts {
   std::vector<int> each_;                      // by output: the feature whose rows it keeps, or -1
   bool takes_maximum_ = false;
   const std::shared_ptr<KeptMemory> memory_ = std::make_shared<KeptMemory>();
-  mutable TeamChoice planning_, numbering_, gathering_, scattering_;
+  mutable TeamChoice planning_, numbering_, timing_, gathering_, scattering_;
 };
 
 }  // namespace monolith

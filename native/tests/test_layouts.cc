@@ -49,6 +49,20 @@ void distinct_ids_are_numbered_as_they_come() {
   CHECK(layouts.plan(Ids{5, 6, 7}, Ids{0, 2, 3}, Bytes{0, 0}, Ids{-1, 1}, 1)->one_each());
 }
 
+void an_id_has_the_newest_time_of_the_examples_that_contain_it() {
+  const Layouts layouts = two_features();
+  Ids newest(4, -1);
+  layouts.newest(*plan(layouts), Ids{90, 30}, newest);
+  CHECK(newest == (Ids{90, 90, 30, 30}));
+  layouts.newest(*plan(layouts), Ids{30, 90}, newest);
+  CHECK(newest == (Ids{90, 90, 90, 90}));
+  const auto shared = layouts.plan(Ids{5, 6, 7}, Ids{0, 1, 2, 3}, Bytes{1, 0}, Ids{0, 1}, 2);
+  layouts.newest(*shared, Ids{90, 30}, std::span(newest).first(3));  // 5 is in both examples
+  CHECK(newest == (Ids{90, 90, 30, 90}));
+  CHECK_THROWS(std::invalid_argument, "expected 2 and 4, got 1 and 4",
+               layouts.newest(*plan(layouts), Ids{90}, newest));
+}
+
 // Ids whose hashes are `first`, `first + step` and so on: a stretch of the rows of a table.
 Ids ids_in_table_order(std::size_t count, std::uint64_t first, std::uint64_t step) {
   Ids ids;
@@ -341,6 +355,8 @@ void fids_have_slot_and_signature() {
 int main() {
   return check::run({
       {"distinct ids are numbered as they come", distinct_ids_are_numbered_as_they_come},
+      {"an id has the newest time of the examples that contain it",
+       an_id_has_the_newest_time_of_the_examples_that_contain_it},
       {"ids in the order of a table are found as fast as others",
        ids_in_the_order_of_a_table_are_found_as_fast_as_others},
       {"outputs are gathered and gradients scattered", outputs_are_gathered_and_gradients_scattered},

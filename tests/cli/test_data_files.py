@@ -59,6 +59,42 @@ def test_the_first_records_are_shown(file: str, capsys: pytest.CaptureFixture[st
     assert "2.5" not in printed
 
 
+def test_the_first_records_of_files_that_patterns_name_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, rows in (("a", "1\n2\n"), ("b", "3\n4\n")):
+        (tmp_path / f"{name}.csv").write_text(f"item\n{rows}")
+    assert main(["data", "head", str(tmp_path / "*.csv"), "--json", "--records", "3"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"item": [n]} for n in (1, 2, 3)
+    ]
+    assert main(["data", "head", str(tmp_path / "a.csv"), str(tmp_path / "b.csv"), "--records", "9"]) == 0
+    printed = capsys.readouterr().out
+    assert "a.csv (csv)" in printed
+    assert "b.csv (csv)" in printed
+    assert main(["data", "head", str(tmp_path / "c*.csv")]) == 2
+
+
+@pytest.mark.parametrize("command", ["head", "stats"])
+def test_a_line_and_columns_without_end_are_not_shown_whole(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wide.jsonl").write_text(
+        json.dumps({f"c{n}": n for n in range(1_005)} | {"n" * 9999: 1}) + "\n"
+    )
+    assert main(["data", command, str(tmp_path / "wide.jsonl")]) == 0
+    printed = capsys.readouterr().out
+    assert "and 6 more columns" in printed
+    (tmp_path / "long.jsonl").write_bytes(b'{"a": "' + b"x" * (2 << 20) + b'"}\n{"a": "y"}\n')
+    assert main(["data", command, str(tmp_path / "long.jsonl")]) == 0
+    printed = capsys.readouterr().out
+    assert "malformed records are not" in printed
+    assert len(printed) < 10_000
+    (tmp_path / "long.csv").write_bytes(b"x" * (3 << 20))
+    assert main(["data", command, str(tmp_path / "long.csv")]) == 2
+    assert "not a header of a CSV file: longer than 1,048,576 bytes" in capsys.readouterr().err
+
+
 def test_records_can_be_had_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "head", file, "--json", "--columns", "item", "word", "--records", "9"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

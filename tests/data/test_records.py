@@ -95,9 +95,20 @@ def test_concat_of_one_is_that_one(records: Records) -> None:
     assert concat([records]) is records
 
 
-def test_concat_refuses_a_column_of_two_types() -> None:
-    with pytest.raises(DataError, match=r"'a' is torch.int64 here and torch.float32 there"):
-        concat([to_records({"a": [1]}), to_records({"a": [0.5]})])
+def test_concat_of_a_column_of_several_types_has_all_of_its_values() -> None:
+    def joined(*columns: Any) -> RaggedTensor:
+        return concat([to_records({"a": column}) for column in columns])["a"]
+
+    assert joined([1, 2], [0.5], [3]).to_list() == [[1.0], [2.0], [0.5], [3.0]]
+    lists = concat([to_records({"a": [[7, 8], []]}), to_records({"a": ["x"]})])
+    assert lists.strings("a") == [[b"7", b"8"], [], [b"x"]]
+    floats = RaggedTensor.from_row_lengths(torch.tensor([0.1, torch.nan]), torch.tensor([1, 1]))
+    texts = concat([to_records({"a": [2**24 + 1]}), Records(2, {"a": floats})]).strings("a")
+    assert texts[0] == [b"16777217"]  # exact, as float32 is not
+    assert (float(texts[1][0]), texts[2]) == (pytest.approx(0.1), [b""])
+    assert concat([to_records({"a": [2**64 - 1]}), to_records({"a": ["x"]})]).strings("a")[0] == [
+        b"%d" % (2**64 - 1)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])

@@ -330,6 +330,22 @@ def test_rows_remember_when_they_were_trained() -> None:
     assert table(embeddings).lookup_rows(torch.tensor([1, 2]))[1].event_times.tolist() == [100, 200]
 
 
+def test_a_row_has_the_time_of_its_newest_example() -> None:
+    embeddings = collection()
+    optimizer = EmbeddingOptimizer(embeddings)
+
+    def train(times: list[int], *items: list[int]) -> list[int]:
+        each = {"event_time": max(times), "event_times": torch.tensor(times)}
+        embeddings(FeatureIds.pack({"item": ragged(*items)}, **each))["bias"].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return table(embeddings).lookup_rows(torch.tensor([1, 2, 3, 4]))[1].event_times.tolist()
+
+    assert train([100, 200, 150], [1, 2], [2, 3], [3]) == [100, 200, 200, 0]
+    assert train([90, 300], [1, 2], [3]) == [100, 200, 300, 0]  # older data makes no row older
+    assert train([0, 400, 350], [1], [4], []) == [400, 200, 300, 400]  # without a time: as new as any
+
+
 def test_rare_ids_wait_for_their_row() -> None:
     slot = item_slot(occurrence_threshold=2)
     embeddings = EmbeddingCollection([Layout("bias", ADDN, [FeatureColumn(slot, "item").bias()])])

@@ -71,7 +71,10 @@ def batches(steps: int, size: int = 12) -> list[tuple[FeatureIds, Tensor]]:
             cells = [torch.randint(0, 6, (length,), generator=draw).tolist() for length in lengths]
             features[name] = ragged(*cells)
         labels = torch.randint(0, 2, (examples,), generator=draw).float()
-        made.append((FeatureIds.pack(features, event_time=100 + step), labels))
+        times = torch.randint(0, 2, (examples,), generator=draw) * torch.randint(
+            100, 110 + step, (examples,), generator=draw
+        )
+        made.append((FeatureIds.pack(features, event_time=int(times.max()), event_times=times), labels))
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from runtime.fleets import run_fleet
+from runtime.rank_runs import train_ranks
 from torch import nn
 
 from monolith.checkpoint.folder.manifest import read_manifest
@@ -39,12 +40,14 @@ def write_days(
     days: int,
     *,
     items: int = ITEMS,
+    late: int = 0,
     ahead: Sequence[int] = (),
     milliseconds: Sequence[int] = (),
 ) -> str:
     """Write 500 records a day, of every item one, in order of time.
 
     Args:
+        late: Of how many further items there is an event of the start in each day.
         ahead: Which of them are 40 days too late.
         milliseconds: Which of them have these instead of seconds.
     """
@@ -54,6 +57,10 @@ def write_days(
     for record in milliseconds:
         times[record] *= 1000
     keys = torch.arange(days * 500) % 500 % items
+    if late:
+        is_late = torch.arange(days * 500) % 500 < late
+        keys[is_late] = items + torch.arange(days * 500)[is_late] % 500
+        times[is_late] = START
     columns = {"item": keys + 1, LABEL: (keys % 2).float(), TIME: times}
     rows = {name: RaggedTensor.from_row_lengths(c, torch.ones_like(times)) for name, c in columns.items()}
     with ParquetFormat().writer(str(path)) as file:
@@ -139,6 +146,26 @@ def test_rows_that_are_no_longer_trained_expire_if_requested(tmp_path: Path) -> 
     Trainer(task, often).train()
     Trainer(task, config(tmp_path / "keeping", save=save, keep=KeepConfig())).train()
     assert [saved_items(tmp_path / name)[-1] for name in ("evicting", "often", "keeping")] == [480, 480, 500]
+
+
+PLACES: dict[str, Callable[..., object]] = {
+    "one process": lambda task, settings: Trainer(task, settings).train(),
+    "parameter servers": lambda task, settings: run_fleet(
+        task, settings.model_dir, num_workers=1, save=settings.save, keep=settings.keep
+    ),
+    "ranks": lambda task, settings: train_ranks([task, task], settings),
+}
+
+
+@pytest.mark.parametrize("train", PLACES.values(), ids=PLACES)
+def test_late_events_keep_no_row_alive(tmp_path: Path, train: Callable[..., object]) -> None:
+    """Of 500 items 20 were last seen on the first day. Events of then arrive until the end."""
+    files = [write_days(tmp_path / name, 0, 40, items=480, late=20) for name in ("a.parquet", "b.parquet")]
+    train(
+        Items(tuple(files), days=30, batch_size=250),
+        settings=config(tmp_path / "run", save=SaveConfig(steps=10)),
+    )
+    assert saved_items(tmp_path / "run")[-1] == 480
 
 
 def test_a_table_that_would_lose_a_large_share_at_once_keeps_it_and_says_so(

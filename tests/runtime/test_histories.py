@@ -19,6 +19,7 @@ from runtime.config_files import write_clicks
 from runtime.fleets import read_model, run_fleet
 from services import warm
 
+from monolith import Predictor
 from monolith.cli.main import main
 from monolith.data import DataConfig, DataSplit, HistoryConfig, Shard
 from monolith.data.kafka.config import TopicsConfig
@@ -85,6 +86,22 @@ class Seen(Hook):
         self.steps[result.step] = [result.batch.ids[name].to_list() for name in names]
         if result.step == self._fail_at:
             raise RuntimeError("as if it were killed")
+
+
+@pytest.mark.parametrize("model", ["deepfm", "din"])
+def test_other_models_learn_from_histories_of_the_stream_and_are_served_with_them(
+    tmp_path: Path, model: str
+) -> None:
+    write_clicks(tmp_path / "clicks.csv", 300)
+    config = CONFIG.replace("sequence_ranker", model).replace("layers = 1\n", "")
+    (tmp_path / "clicks.toml").write_text(config.format(folder=tmp_path) + "[export]\nwhen_saving = true\n")
+    assert main(["train", "--config", str(tmp_path / "clicks.toml")]) == 0
+    asked = {"user": ["u1"] * 3, "item": [1] * 3, "tags": ["a"] * 3, "time": [1_700_000_400] * 3}
+    lists = {"history": [[], [1, 2], [2, 3]], "history.genre": [[], ["a", "b"], ["b", "a"]]}
+    times = {"history.time": [[], [1, 2], [1, 2]]}
+    with Predictor(str(tmp_path / "run" / "exported_models")) as predictor:
+        scores = predictor.predict({**asked, **lists, **times}).outputs["click"].tolist()
+    assert len(set(scores)) == 3  # the history counts
 
 
 @pytest.mark.parametrize("epochs", [None, 2])

@@ -635,7 +635,6 @@ def test_lists_of_one_length_where_the_model_says_so():
         ("INT64", (-1,), [1, 2.5], "row 1: 'x' must be INT64, got 2.5"),
         ("INT64", (-1,), [True], "row 0: 'x' must be INT64, got true"),
         ("INT64", (-1,), [1 << 70], "too large for INT64"),
-        ("INT64", (-1,), np.array([1 << 63], np.uint64), "too large for INT64"),
         ("INT64", (-1,), np.array([1.0]), "got an array of float64"),
         ("FP32", (-1,), np.zeros((1, 1, 1)), "one or two dimensions"),
         ("FP32", (-1,), "ann", "must be a list"),
@@ -647,6 +646,12 @@ def test_lists_of_one_length_where_the_model_says_so():
 def test_values_that_do_not_fit_are_refused(datatype, shape, values, says):
     with pytest.raises(RequestError, match=says):
         tensors_of(ClientInput("x", datatype, shape), values)
+
+
+@pytest.mark.parametrize("values", [[7, (1 << 64) - 5], np.array([7, (1 << 64) - 5], np.uint64)])
+def test_unsigned_ids_keep_their_bits(values):
+    (made,) = tensors_of(ClientInput("x", "INT64", (-1,)), values)
+    assert made.plain() == [7, -5]
 
 
 def test_bfloat16_is_rounded_to_the_nearest_value():

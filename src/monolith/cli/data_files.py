@@ -28,6 +28,7 @@ from monolith.cli.options.data import (
 from monolith.data import Chunk, Format, Records
 from monolith.data.formats import format_of
 from monolith.data.records import infinite_rows, known_columns
+from monolith.data.source import closed_after
 from monolith.data.statistics import ColumnStatistics, Statistics
 from monolith.errors import ConfigError, CorruptFileError, DataError, optional_package
 from monolith.observe import progress
@@ -36,30 +37,45 @@ from monolith.tensors import RaggedTensor
 
 SHOWN_VALUES = 6
 SHOWN_TEXT = 24
+SHOWN_COLUMNS = 1000
+SHOWN_NAME = 200
 
 
 def head(options: DataHeadOptions) -> int:
-    """Show the first records of a file."""
+    """Show the first records of some files: of each of them in turn, until there are enough."""
     if options.records < 1:
         raise ConfigError(f"data head: --records must be at least 1, got {options.records}")
-    kind = format_of(options.path, options.format)
     found: list[dict[str, list[object]]] = []
-    for chunk in kind.chunks(options.path, columns=options.columns or None):
-        check_columns(chunk, options.columns, kind, options.path)
-        found += rows_of(chunk.records.slice(0, options.records - len(found)))
+    bad, shown_of = 0, list[str]()
+    for path in expanded(options.paths):
         if len(found) >= options.records:
             break
+        kind = format_of(path, options.format)
+        shown_of.append(f"{path} ({kind.name})")
+        with closed_after(kind.chunks(path, columns=options.columns or None)) as chunks:
+            for chunk in chunks:
+                check_columns(chunk, options.columns, kind, path)
+                bad += len(chunk.bad)
+                found += rows_of(chunk.records.slice(0, options.records - len(found)))
+                if len(found) >= options.records:
+                    break
     if options.json:
         for row in found:
             sys.stdout.write(json.dumps(row) + "\n")
         return 0
-    table = Table(box=box.SIMPLE_HEAD, title=f"{options.path} ({kind.name})", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, title="\n".join(shown_of), title_justify="left")
     table.add_column("column", style="cyan", no_wrap=True)
     for number in range(len(found)):
         table.add_column(str(number))
-    for name in sorted({name for row in found for name in row}):
-        table.add_row(name, *(shown(row.get(name, [])) for row in found))
-    Console().print(table)
+    names = sorted({name for row in found for name in row})
+    for name in names[:SHOWN_COLUMNS]:
+        table.add_row(name[:SHOWN_NAME], *(shown(row.get(name, [])) for row in found))
+    console = Console()
+    console.print(table)
+    if len(names) > SHOWN_COLUMNS:
+        console.print(f"... and {len(names) - SHOWN_COLUMNS:,} more columns; name those to see in --columns")
+    if bad:
+        console.print(f"{bad:,} malformed records are not shown; `monolith data validate` says which")
     return 0
 
 
@@ -80,10 +96,10 @@ def stats(options: DataStatsOptions) -> int:
     headings = ("column", "kind", "missing", "values per record", "distinct", "min", "mean", "max")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("column", "kind") else "right")
-    for name, column in sorted(statistics.columns.items()):
+    for name, column in sorted(statistics.columns.items())[:SHOWN_COLUMNS]:
         each = column.values / max(statistics.records, 1)
         table.add_row(
-            name,
+            name[:SHOWN_NAME],
             "integers" if column.kind == "ids" else column.kind,
             f"{1 - column.filled / max(statistics.records, 1):.1%}",
             f"{each:.2f}, at most {column.most:,}" if column.most > 1 else f"{each:.2f}",
@@ -94,6 +110,9 @@ def stats(options: DataStatsOptions) -> int:
     if not console.is_terminal:  # a file or a pipe has no width
         console.width = max(console.width, 140)
     console.print(table)
+    if len(statistics.columns) > SHOWN_COLUMNS:
+        hidden = len(statistics.columns) - SHOWN_COLUMNS
+        console.print(f"... and {hidden:,} more columns; name those to see in --columns, or use --json")
     if bad:
         console.print(f"{bad:,} malformed records are not counted; `monolith data validate` says which")
     if any(not column.distinct.is_exact for column in statistics.columns.values()):

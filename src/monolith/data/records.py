@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from monolith import native
 from monolith.data.row_gathering import GatheredColumns, RowBlock, Rows, View, bytes_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, ColumnKind, FeatureIds, FeatureSpec
+from monolith.feature.batches import newest_of_each
 from monolith.feature.spec import UnmovedRows
 from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
 from monolith.tensors import RaggedTensor, ranges
@@ -286,8 +288,9 @@ def concat(parts: Sequence[Records]) -> Records:
     """Concatenate records. A column that some parts lack is empty there, and one without a value in some
     parts has the type of the remaining parts.
 
-    Raises:
-        DataError: A column has different types in different parts.
+    A column of several types, as files of different days have it, becomes one that has all of their values:
+    float32 if it is of numbers that are exact as such, otherwise text. A `FeatureSpec` reads numbers in texts
+    as it reads numbers.
     """
     if len(parts) == 1:
         return parts[0]
@@ -303,15 +306,18 @@ def concat(parts: Sequence[Records]) -> Records:
         for name, column in part.columns.items():
             if not len(column.flat_values):
                 empty.setdefault(name, column.dtype)
-            elif dtypes.setdefault(name, column.dtype) is not column.dtype:
-                raise DataError(f"records: column {name!r} is {dtypes[name]} here and {column.dtype} there")
+            elif (known := dtypes.setdefault(name, column.dtype)) is not column.dtype:
+                is_text = torch.uint8 in (known, column.dtype)
+                numbers = () if is_text else (one.columns[name] for one in parts if name in one.columns)
+                exact = not is_text and all(map(_fits_float32, numbers))
+                dtypes[name] = torch.float32 if exact else torch.uint8
     order = dict.fromkeys(name for part in parts for name in part.columns)
     dtypes = {name: dtypes.get(name) or empty[name] for name in order}
     columns = {
         name: concat_rows(
             [
-                part[name]
-                if name in part.columns and part.columns[name].dtype is dtype
+                _as_type(part[name], dtype, part.kinds.get(name))
+                if name in part.columns and len(part.columns[name].flat_values)
                 else empty_rows(dtype, part.size)
                 for part in parts
             ]
@@ -319,6 +325,22 @@ def concat(parts: Sequence[Records]) -> Records:
         for name, dtype in dtypes.items()
     }
     return Records(size, columns, complete=complete, kinds=_common_kinds(parts, columns))
+
+
+def _fits_float32(column: RaggedTensor) -> bool:
+    """Return whether all values are the same numbers as float32."""
+    flat = column.flat_values
+    return flat.dtype is torch.float32 or not bool((flat.abs() > 2**24).any())
+
+
+def _as_type(column: RaggedTensor, dtype: torch.dtype, kind: ColumnKind | None) -> RaggedTensor:
+    """Return a column as float32, or as text: the shortest that reads as the same number, empty for NaN."""
+    if column.dtype is dtype:
+        return column
+    if dtype is not torch.uint8:
+        return column.with_flat_values(column.flat_values.to(dtype))
+    texts = [b"" if math.isnan(one) else b"%r" % one for one in as_read(column.flat_values, kind).tolist()]
+    return RaggedTensor(text_rows(texts), column.row_splits, validate=False)
 
 
 def _common_kinds(parts: Sequence[Records], columns: Iterable[str]) -> Mapping[str, ColumnKind]:
@@ -669,17 +691,17 @@ def read_batch(records: Records, spec: BatchSpec) -> Batch:
 
 
 def _event_times(records: Records, column: str | None) -> Tensor | None:
-    """Return Unix seconds of all records that have one; None if there is no such column."""
-    found = records.columns.get(column or "")
-    if found is None:
+    """Return Unix seconds of each record, 0 for one that has none; None if there is no such column."""
+    if column is None or column not in records.columns:
         return None
+    found = records[column]
     if found.dtype is torch.uint8:
         raise DataError(f"batch: event time {column!r} must be Unix seconds, got {_said(found)}")
     times = found.flat_values.long()
     if len(times) and not 0 <= int(times.min()) <= int(times.max()) <= MAX_EVENT_TIME:
         wrong = times[(times < 0) | (times > MAX_EVENT_TIME)]
         raise DataError(f"batch: event time {column!r} {wrong_second(int(wrong[0]))}")
-    return times
+    return newest_of_each(found.with_flat_values(times))
 
 
 def _numbers(records: Records, name: str, what: str) -> RaggedTensor:

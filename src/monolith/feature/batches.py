@@ -66,10 +66,10 @@ class FeatureIds:
     shared: tuple[bool, ...] = ()
     """Which features have one cell for all; by default none."""
     event_time: int = 0
-    """Unix seconds of the newest example, for the expiry of rows."""
+    """Unix seconds of the newest example."""
     event_times: Tensor | None = None
-    """int64 of shape (k,), on the CPU: Unix seconds of all examples that have one, to tell the time by; None
-    takes `event_time` for all of them."""
+    """int64 of shape (examples,): Unix seconds of each example, 0 for one without a time; None takes
+    `event_time` for all of them. Rows expire by them."""
     weights: Tensor | None = None
     """float32 of shape (n,), on the CPU: by what each id's embedding is multiplied before it is combined; a
     mean is divided by their sum. None is 1 for all."""
@@ -87,6 +87,12 @@ class FeatureIds:
                     f"batch: {name} must be int64 of one dimension on the CPU, got "
                     f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)} on {array.device}"
                 )
+        times = self.event_times
+        if times is not None and (times.dtype is not torch.int64 or times.shape != (self.batch_size,)):
+            raise FeatureError(
+                f"batch: event_times must be int64 of shape ({self.batch_size},), one for each example and 0 "
+                f"for one without a time, got {str(times.dtype).removeprefix('torch.')} {tuple(times.shape)}"
+            )
         if self.weights is not None and (
             self.weights.dtype is not torch.float32 or self.weights.shape != self.ids.shape
         ):
@@ -176,6 +182,20 @@ class FeatureIds:
         none = len(padded) - 1
         first = padded[torch.where(ids.row_lengths() > 0, ids.row_splits[:-1], none)]
         return first if ids.nrows == len(self) else first.expand(len(self))
+
+    def example_times(self) -> int | Tensor:
+        """Return the event time that each example gives the rows of its IDs: one number if all have the same.
+
+        An example without a time counts as new as the newest: a row too many is cheaper than one too few.
+        """
+        times = self.event_times
+        if times is None or not len(times):
+            return self.event_time
+        oldest, newest = (int(one) for one in torch.aminmax(times))
+        newest = max(newest, self.event_time)
+        if newest in (oldest, 0):
+            return newest
+        return times if oldest > 0 else torch.where(times > 0, times, newest)
 
     def __len__(self) -> int:
         return self.batch_size
@@ -278,6 +298,15 @@ def one_each_splits(cells: int) -> Tensor:
     numbers are neither written nor compared for each of them.
     """
     return torch.arange(cells + 1)
+
+
+def newest_of_each(times: RaggedTensor) -> Tensor:
+    """Return the newest event time of each example, int64 of shape (examples,); 0 for one without a time."""
+    flat, lengths = times.flat_values, times.row_lengths()
+    if len(flat) == len(lengths) and bool((lengths == 1).all()):
+        return flat
+    examples = torch.repeat_interleave(lengths)
+    return flat.new_zeros(len(lengths)).scatter_reduce_(0, examples, flat, "amax")
 
 
 def _ragged(name: str, feature: RaggedTensor | Tensor) -> RaggedTensor:

@@ -193,6 +193,16 @@ class GatheredBatch:
         """Fill int64, for each id that a feature reads, table after table, with its number among `ids`."""
         self._gatherer.core.number(self._core, out.numpy())
 
+    def newest(self, times: Tensor) -> Tensor:
+        """Return, for each of `ids`, the newest time of the examples that contain it.
+
+        Args:
+            times: int64 of shape (n,).
+        """
+        out = torch.empty(len(self._core.ids), dtype=torch.int64)
+        self._gatherer.core.newest(self._core, times.contiguous().numpy(), out.numpy())
+        return out
+
     def outputs(self, rows: Tensor, scale: Callable[[], float] | None = None) -> tuple[Tensor, ...]:
         """Return the outputs in order of the plan, differentiable in `rows`.
 

@@ -67,7 +67,8 @@ class PreparedBatch:
     rows: Tensor | None
     """float32 of shape (sum of ids x width,); None while they are copied to a device: `HostRowBatch.rows`
     waits for them."""
-    event_time: int
+    times: int | Tensor
+    """Event times of the examples; see `FeatureIds.example_times`."""
 
 
 StandIn = Callable[[Input | PreparedBatch], Mapping[str, Any]]
@@ -356,11 +357,11 @@ class EmbeddingCollection(nn.Module):
         keys = TableIds(gathered.ids, gathered.sizes, gathered.counts, distinct=gathered.distinct)
         if isinstance(gathered, HostRowBatch):
             gathered.send(partial(_look_up_into, store, keys))
-            return PreparedBatch(gathered, keys, None, ids.event_time)
+            return PreparedBatch(gathered, keys, None, ids.example_times())
         rows = store.lookup(keys)
         if not isinstance(gathered, DeviceBatch) and self.device.type != "cpu":
             rows = rows.to(self.device)
-        return PreparedBatch(gathered, keys, rows, ids.event_time)
+        return PreparedBatch(gathered, keys, rows, ids.example_times())
 
     def hold(
         self, batch: Input, prepared: PreparedBatch | None, otherwise: Callable[[], None] | None = None
@@ -422,7 +423,7 @@ class EmbeddingCollection(nn.Module):
             return self.prepare(batch)
         ids = _ids(batch)
         if held.fits(ids):
-            return replace(held.prepared, event_time=ids.event_time)
+            return replace(held.prepared, times=ids.example_times())
         if not self._said_twice:
             self._said_twice = True
             _log.warning(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import CONCAT, FeatureSpec, Layout
+from monolith.feature import CONCAT, FeatureSpec, FirstN, Layout
 from monolith.feature.spec import GAP
 from monolith.model.features import Feature, FeatureSet
 from monolith.model.ready import (
@@ -87,8 +87,8 @@ class DeepInterest(WatchedModel):
 
     Shapes: n examples in, logits float32 of shape (n,) out.
 
-    A sequence is a feature that keeps its ids: a `SequenceFeature` without combiner, or a `Feature` with
-    `FirstN`. Where it has time gaps, their vectors are added to those of its items.
+    A sequence is a feature that keeps its ids: a `HistoryFeature`, a `SequenceFeature` without combiner, or a
+    `Feature` with `FirstN`. Where it has time gaps, their vectors are added to those of its items.
 
     Args:
         features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
@@ -121,7 +121,7 @@ class DeepInterest(WatchedModel):
     ) -> None:
         if not hidden:
             raise ConfigError("DeepInterest: hidden must have at least one width")
-        inputs = ModelInputs("DeepInterest", features, options)
+        inputs = ModelInputs("DeepInterest", features, options, histories=lambda one: FirstN(one.max))
         chosen, numbers = inputs.features, inputs.floats
         widths = chosen.widths(dim)
         check_not_jagged("DeepInterest", chosen)
@@ -171,8 +171,8 @@ def _attentions(
     sequences = [name for name in names if name not in gaps]
     if not sequences:
         raise ConfigError(
-            "DeepInterest: needs a sequence: a SequenceFeature without combiner, or a Feature with FirstN; "
-            "without any, use DCNv2"
+            "DeepInterest: needs a sequence: a HistoryFeature, a SequenceFeature without combiner, or a "
+            "Feature with FirstN; without any, use DCNv2"
         )
     if unknown := [name for name in queries if name not in sequences]:
         raise ConfigError(

@@ -15,7 +15,7 @@ the same sixteen floats of the same rows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
@@ -196,7 +196,11 @@ def _decorated(one: RowSettings) -> Optimizer | None:
     return StochasticRounding(made) if made is not None and one.stochastic_rounding else made
 
 
-def features_of(spec: FeatureSpec) -> list[Feature]:
+ReadHistory = Callable[[HistoryFeature], Combiner]
+"""How a model reads a history of a spec, and the features that are kept along with it."""
+
+
+def features_of(spec: FeatureSpec, histories: ReadHistory = lambda _: Each()) -> list[Feature]:
     """Return the features of ids that batches of a spec have and that read rows, in their order."""
     found = []
     for name, one in spec.features.items():
@@ -204,7 +208,7 @@ def features_of(spec: FeatureSpec) -> list[Feature]:
             continue
         if isinstance(one, HistoryFeature):
             found += [
-                Feature(name=each.name, combiner=Each(), shares=each.feature)
+                Feature(name=each.name, combiner=histories(one), shares=each.feature)
                 for each in spec.histories[name]
                 if each.feature is not None  # times have no rows: a model reads them as they are
             ]
@@ -253,6 +257,7 @@ class FeatureSet:
             of those named. A feature that shares rows is named by, and has the bias of, its rows' owner.
         optimizer, initializer, compressor: Of slices, where neither feature nor slice says.
         bias_optimizer: Of biases, which begin at 0.
+        histories: How histories of a spec are combined: by default each ID is kept.
 
     Raises:
         DuplicateNameError: Two features have one name.
@@ -281,11 +286,12 @@ class FeatureSet:
         initializer: Initializer | None = None,
         compressor: Compressor | None = None,
         bias_optimizer: Optimizer = ROW_OPTIMIZER,
+        histories: ReadHistory = lambda _: Each(),
     ) -> None:
         self.spec = features if isinstance(features, FeatureSpec) else None
         """What the features were made of, where that is a spec."""
         self._features: dict[str, Feature] = {}
-        for given in features_of(features) if isinstance(features, FeatureSpec) else features:
+        for given in features_of(features, histories) if isinstance(features, FeatureSpec) else features:
             feature = Feature(name=given) if isinstance(given, str) else given
             if feature.name in self._features:
                 raise DuplicateNameError(f"two features are named {feature.name!r}")

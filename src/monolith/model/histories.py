@@ -125,8 +125,8 @@ def padded_steps(encoder: nn.Module, steps: StepFeatures, read: Sequence[str] = 
 def step_times(batch: ModelInput, history: str, row_splits: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return when each step of a history happened, and when its state is asked for.
 
-    A state is asked for when the next step happens; the last one at the event time of the example, or if that
-    is not known, when it happened itself.
+    A state is asked for when the next step happens; the last one at the event time of the example, or if the
+    example has none, when it happened itself.
 
     Returns:
         Two int64 tensors of shape (steps,), on the device of `row_splits`; None twice without times.
@@ -149,6 +149,7 @@ def step_times(batch: ModelInput, history: str, row_splits: Tensor) -> tuple[Ten
     last = times
     if event_times is not None and event_times.shape[0] == row_splits.shape[0] - 1:
         last = event_times.to(times.device)[sequence]
+        last = torch.where(last > 0, last, times)
     return times, torch.where(is_last, last, times.roll(-1))
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import CONCAT, Batch, FeatureSpec, HistoryFeature, Layout
+from monolith.feature import CONCAT, Batch, Each, FeatureSpec, HistoryFeature, Layout
 from monolith.model.features import Feature
 from monolith.model.histories import (
     TIME,
@@ -122,7 +122,9 @@ class NextItem(RetrievalModel):
             raise TypeError(f"{name}() got an unexpected keyword argument {unknown[0]!r}")
         chosen: SequenceOptions = {**SEQUENCE_DEFAULTS, **options}
         of_model = {key: value for key, value in options.items() if key in MODEL_DEFAULTS}
-        inputs = ModelInputs(name, features, cast(ModelOptions, of_model), reads_floats=False)
+        inputs = ModelInputs(
+            name, features, cast(ModelOptions, of_model), reads_floats=False, histories=lambda _: Each()
+        )
         temperature = chosen["temperature"]
         if temperature is None:
             temperature = 0.05 if chosen["similarity"] == "cosine" else 1.0

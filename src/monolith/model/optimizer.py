@@ -35,9 +35,22 @@ from monolith.store import Store, TableIds
 class _Pending:
     rows: Tensor
     keys: TableIds
-    event_time: int
-    on_device: DeviceBatch | None = None
-    """Where rows stand as ids occur, on a device: what brings equal ids together."""
+    prepared: PreparedBatch | None = None
+    """The batch that read the rows; None stands for no IDs at all."""
+
+    @property
+    def on_device(self) -> DeviceBatch | None:
+        """The batch, if a row is there for each occurrence of an ID, on a device: it sums equal IDs."""
+        gathered = None if self.prepared is None else self.prepared.gathered
+        return gathered if isinstance(gathered, DeviceBatch) else None
+
+    def event_time(self) -> int | Tensor:
+        """Return the newest event time of the examples that contain an ID: int64 with one for each of
+        `keys`, or one number for all."""
+        if self.prepared is None:
+            return 0
+        times = self.prepared.times
+        return times if isinstance(times, int) else self.prepared.gathered.newest(times)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,9 +152,7 @@ class EmbeddingOptimizer(EagerOptimizer):
 
     def watch(self, collection: EmbeddingCollection, rows: Tensor, prepared: PreparedBatch) -> None:
         """Remember rows that a backward pass may give a gradient; called by the collection."""
-        gathered = prepared.gathered
-        on_device = gathered if isinstance(gathered, DeviceBatch) else None
-        self._pending[collection].append(_Pending(rows, prepared.keys, prepared.event_time, on_device))
+        self._pending[collection].append(_Pending(rows, prepared.keys, prepared))
         self._groups[collection]["params"].append(rows)
 
     def pending(self, collection: EmbeddingCollection) -> list[Tensor]:
@@ -338,9 +349,9 @@ def _joined(keys: list[TableIds]) -> TableIds:
 
 
 def _event_times(trained: list[_Pending]) -> int | Tensor:
-    times = {one.event_time for one in trained}
-    if len(times) == 1:
-        return times.pop()
-    return torch.cat(
-        [torch.full((len(one.keys.ids),), one.event_time, device=one.keys.ids.device) for one in trained]
-    )
+    times = [one.event_time() for one in trained]
+    first, *others = times
+    if not others or (isinstance(first, int) and others.count(first) == len(others)):
+        return first
+    each = zip((one.keys.ids for one in trained), times, strict=True)
+    return torch.cat([torch.full_like(ids, one) if isinstance(one, int) else one for ids, one in each])

@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from monolith.cuda import ModuleGraph
 from monolith.errors import ConfigError, FeatureError
-from monolith.feature import ROW_OPTIMIZER, Batch, Each, FeatureSpec, Layout
+from monolith.feature import ROW_OPTIMIZER, Batch, Each, FeatureSpec, Layout, Mean
 from monolith.model.collection import EmbeddingCollection, Input, PreparedBatch
-from monolith.model.features import Feature, FeatureSet
+from monolith.model.features import Feature, FeatureSet, ReadHistory
 from monolith.nn import Dense, watch_segments
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
@@ -92,6 +92,7 @@ class ModelInputs:
         bias: Whether each feature has a bias besides its vector; or the features that have one.
         bias_optimizer: The optimizer of biases; by default that of vectors.
         reads_floats: Whether the model reads the float features of its spec.
+        histories: How the model reads histories of its spec; by default by the mean of their embeddings.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class ModelInputs:
         bias: bool | Sequence[str] = False,
         bias_optimizer: Optimizer | None = None,
         reads_floats: bool = True,
+        histories: ReadHistory = lambda _: Mean(),
     ) -> None:
         if unknown := sorted(options.keys() - MODEL_DEFAULTS.keys()):
             raise TypeError(f"{model}() got an unexpected keyword argument {unknown[0]!r}")
@@ -113,6 +115,7 @@ class ModelInputs:
             optimizer=self._options["optimizer"],
             bias_optimizer=bias_optimizer or self._options["optimizer"],
             initializer=self._options["initializer"],
+            histories=histories,
         )
         spec = self.features.spec
         self.floats = FloatFeatures(self._options["floats"], spec) if reads_floats else FloatFeatures(None)

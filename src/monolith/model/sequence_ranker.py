@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import CONCAT, Batch, FeatureSpec, Layout
+from monolith.feature import CONCAT, Batch, Each, FeatureSpec, Layout
 from monolith.model.features import Feature
 from monolith.model.histories import (
     TIME,
@@ -211,7 +211,7 @@ class SequenceRanker(LogitModel):
             )
         if not hidden:
             raise ConfigError("SequenceRanker: hidden must have at least one width")
-        inputs = ModelInputs("SequenceRanker", features, options)
+        inputs = ModelInputs("SequenceRanker", features, options, histories=lambda _: Each())
         chosen = inputs.features
         steps = step_features("SequenceRanker", chosen, history, dim)
         plain = [name for name in chosen.names if name not in (steps.history, *steps.companions)]
@@ -294,12 +294,14 @@ class SequenceRanker(LogitModel):
             return None
         ids = batch.ids if isinstance(batch, Batch) else batch
         event_times = getattr(ids, "event_times", None)
-        if event_times is not None and event_times.shape[0] == examples:
-            return times, event_times.to(times.device)
         padded = torch.cat([times, times.new_zeros(1)])
         some = history.row_lengths() > 0
         last = padded[torch.where(some, history.row_splits[1:] - 1, times.shape[0])]
-        return times, last if last.shape[0] == examples else last.expand(examples)
+        last = last if last.shape[0] == examples else last.expand(examples)
+        if event_times is None or event_times.shape[0] != examples:
+            return times, last
+        known = event_times.to(times.device)
+        return times, torch.where(known > 0, known, last)
 
 
 def appended(rows: RaggedTensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -216,7 +216,7 @@ class _Shape:
     def __init__(self, sent: SentBatch, graph: StepGraph) -> None:
         self.ids = [one.twin() for one in sent.ids]
         self.keys = [TableIds(one.ids, one.sizes, distinct=False) for one in self.ids]
-        *numbers, self.event_time = self.ids[0].numbers
+        *numbers, self.event_times = self.ids[0].numbers
         given, each = sent.batch, iter(numbers)
         # The ids of the batch are of no device: a model that reads them by itself, and not by its embeddings,
         # fails to be captured. With ids of the first batch it would be wrong for all others.
@@ -359,9 +359,9 @@ class StepGraph:
         Raises:
             FeatureError, TableArgumentError: The batch is not sound.
         """
-        arguments.event_second(batch.ids.event_time)
+        times = arguments.event_time_array(batch.ids.example_times(), len(batch))
         named = {**{f"float {n}": t for n, t in batch.floats.items()}, **batch.labels}
-        numbers = [*(one.detach() for one in named.values()), torch.tensor([batch.ids.event_time])]
+        numbers = [*(one.detach() for one in named.values()), torch.from_numpy(times).expand(len(batch))]
         first, *others = self._collections
         ids = [first.send(batch, numbers=numbers, carriers=self._carriers)]
         ids += [one.send(batch, carriers=self._carriers) for one in others]
@@ -385,7 +385,7 @@ class StepGraph:
                 found.append(collection.prepare(sent.batch))  # without padding, which would be counted
                 continue
             keys = TableIds(one.ids, one.sizes, distinct=False)
-            found.append(PreparedBatch(one, keys, store.lookup(keys), sent.batch.ids.event_time))
+            found.append(PreparedBatch(one, keys, store.lookup(keys), sent.batch.ids.example_times()))
         return found
 
     def takes(self, sent: SentBatch) -> bool:
@@ -633,7 +633,7 @@ class StepGraph:
             for row in several:
                 if row.grad is not None:
                     latest = row.detach() if store.delay_compensated else None
-                    rows.train(ids.ids, shape.event_time, row.grad.detach(), latest)
+                    rows.train(ids.ids, ids.newest(shape.event_times), row.grad.detach(), latest)
         self._forget()
 
     def _step_weights(self, dense: Optimizer) -> None:

@@ -1352,6 +1352,11 @@ class Layouts:
         Fill `out`, table after table, with the number of each id that is read among the distinct ones.
         """
 
+    def newest(self, batch: LayoutBatch, times: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """
+        Fill `out`, for each distinct id, with the newest time of the examples that contain it.
+        """
+
     def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32]]:
         """
         (from, to, scale): the moves that gathering by these uses makes, for another device to make.

@@ -50,6 +50,7 @@ from monolith.wire.open_inference import (
     TOP_K,
     message_types,
     read_bfloat16,
+    unsigned_kept,
     values_dtype,
     write_bfloat16,
 )
@@ -349,6 +350,8 @@ def _tensor(
         with np.errstate(over="ignore"):
             return EncodedTensor(one.name, one.datatype, shape, np.array(values, dtype))
     except (OverflowError, ValueError) as cause:
+        if one.datatype == "INT64" and (kept := unsigned_kept(values)) is not None:
+            return EncodedTensor(one.name, one.datatype, shape, kept)
         raise RequestError(f"{one.name!r}: a value is too large for {one.datatype}") from cause
 
 
@@ -362,6 +365,8 @@ def _array_tensor(one: ClientInput, array: NDArray[Any]) -> EncodedTensor:
         )
     if array.ndim == 1 and len(one.shape) == 2:
         array = array[:, None]  # a list of one value in each row
+    if one.datatype == "INT64" and array.dtype == np.uint64:
+        array = array.view(np.int64)  # an unsigned ID keeps its bits, as in training
     with np.errstate(over="ignore"):
         typed = array.astype(dtype, copy=False)
     if dtype.kind in "iu" and array.dtype != dtype and not np.array_equal(typed, array):

@@ -131,14 +131,16 @@ class JaggedInputs:
         return RaggedTensor(torch.zeros_like(steps.flat_values), steps.row_splits, validate=False)
 
     def _event_times(self, ids: FeatureIds) -> Tensor:
-        """Return the event time of each example; if it is not known, the time of its last step."""
-        if ids.event_times is not None and len(ids.event_times) == ids.batch_size:
-            return ids.event_times
+        """Return the event time of each example; if it has none, the time of its last step."""
+        known = ids.event_times
+        if known is not None and bool(known.all()):
+            return known
         times = self._times(self.times[0], ids)
         padded = torch.cat([times.flat_values, times.flat_values.new_zeros(1)])
         some = times.row_lengths() > 0
         last = padded[torch.where(some, times.row_splits[1:] - 1, len(padded) - 1)]
-        return last if len(last) == ids.batch_size else last.expand(ids.batch_size).contiguous()
+        last = last.expand(ids.batch_size) if len(last) != ids.batch_size else last
+        return last.contiguous() if known is None else torch.where(known > 0, known, last)
 
 
 def at_least(values: Tensor) -> Tensor:

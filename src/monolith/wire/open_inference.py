@@ -12,7 +12,7 @@ writes what is read here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from types import SimpleNamespace
@@ -81,6 +81,14 @@ ITEM, SCORE = "item", "score"
 """The outputs of a top-k request; with the row splits of the first."""
 RETRY_HEADER = "grpc-retry-pushback-ms"
 """The trailing metadata by which a gRPC server says when to retry; a negative number says never."""
+
+
+def unsigned_kept(values: Sequence[Any]) -> NDArray[np.int64] | None:
+    """Return whole numbers, some of which exceed int64, as int64 with the same bits: as data of unsigned IDs
+    is read in training. None if they do not fit into 64 bits either."""
+    if not all(isinstance(one, int) and -(1 << 63) <= one < 1 << 64 for one in values):
+        return None
+    return np.array([one - (1 << 64) if one >= 1 << 63 else one for one in values], np.int64)
 
 
 def values_dtype(datatype: str) -> np.dtype[Any] | None:

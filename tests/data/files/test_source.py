@@ -24,6 +24,7 @@ from monolith.data.formats.memory import to_records
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.shuffling import ShuffleConfig
 from monolith.errors import ConfigError, DataError, ReplacedError, RestoreError, TooManyBadRecordsError
+from monolith.feature import FeatureSpec, IdFeature, Label
 from monolith.observe import Metrics
 
 
@@ -62,6 +63,24 @@ def test_only_the_columns_asked_for_are_read_and_one_that_is_not_there_is_named(
     assert caplog.messages == [
         "file source: a has no column 'doubel'; it has id, double. Did you mean 'double'?"
     ]
+
+
+@pytest.mark.parametrize("shuffle", [None, ShuffleConfig(seed=1)], ids=["in order", "shuffled"])
+def test_a_column_that_changes_its_type_is_read_as_the_features_say_and_its_files_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, shuffle: ShuffleConfig | None
+) -> None:
+    days = {"1": [1, 2, 3], "2": [None], "3": ["4", "5"], "4": [6, 7]}
+    for day, users in days.items():
+        with ParquetFormat().writer(str(tmp_path / day)) as file:
+            file.write(to_records({"user": users, "click": [0.0] * len(users)}))
+    spec = FeatureSpec(features={"user": IdFeature(kind="int")}, labels={"click": Label()})
+    source = FileSource(sorted(map(str, tmp_path.iterdir())), ParquetFormat(), batch_size=4, shuffle=shuffle)
+    batches = list(Pipeline(source).to_batches(spec))
+    users = [one for batch in batches for one in batch.ids["user"].flat_values.tolist()]
+    assert sorted(users) == [1, 2, 3, 4, 5, 6, 7]
+    (said,) = (line for line in caplog.messages if "column 'user' has" in line)
+    assert any(f"whole numbers in {tmp_path / day} " in said for day in "14")
+    assert f"text in {tmp_path / '3'}." in said
 
 
 def test_files_are_sorted_and_dealt_out_in_turn() -> None:

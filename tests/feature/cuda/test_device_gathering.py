@@ -515,6 +515,22 @@ def test_a_captured_step_has_the_ids_that_its_model_reads(device: Device) -> Non
     assert twin.event_times.tolist() == given.event_times.tolist()
 
 
+def test_each_occurrence_has_the_time_of_its_example_and_padding_has_none(device: Device) -> None:
+    gatherer, given = DeviceGatherer(JAGGED, device), histories(1)
+    assert given.event_times is not None
+    found = gatherer.read(given, padded=True, steps=STEPS)
+    newest = found.newest(given.event_times).cpu()
+    wanted: dict[int, int] = {}
+    for name in given.names:
+        times = torch.repeat_interleave(given.event_times, given[name].row_lengths())
+        for one, time in zip(given[name].flat_values.tolist(), times.tolist(), strict=True):
+            wanted[one] = max(wanted.get(one, 0), time)
+    for one, time in zip(found.ids.tolist(), newest.tolist(), strict=True):
+        assert time <= wanted[one]
+    assert int(newest.max()) == int(given.event_times.max())
+    assert 0 in newest.tolist()
+
+
 def test_histories_without_steps_are_padded_with_an_id_of_their_table(device: Device) -> None:
     gatherer, none = DeviceGatherer(JAGGED, device), histories(0, steps=False)
     found = gatherer.read(none, padded=True, steps=STEPS)

@@ -142,7 +142,10 @@ def test_time_gaps_become_a_feature():
     batch = one.make(records(seen=[[1, 2], [3], [4]], at=[[1, 2], [], [970]], now=[[], [1000], [1000]]))
     assert ids(batch, "seen") == [[1, 2], [3], [4]]
     assert ids(batch, "seen.gap") == [[], [], [1]]
-    assert batch.ids.event_times.tolist() == [1000, 1000]
+    assert batch.ids.event_times.tolist() == [0, 1000, 1000]
+    batch = spec(event_time="now", seen=IdFeature()).make(records(seen=[[1]] * 3, now=[[7, 9], [], [5]]))
+    assert batch.ids.event_times.tolist() == [9, 0, 5]
+    assert batch.ids.example_times().tolist() == [9, 9, 5]
     wrong = bad(one, records(seen=[[1], [1]], at=[[2, 3], [1]], now=[[5], [5, 6]]))
     assert "1 items, and 2 values in column 'at'" in wrong[0]
     assert "several event times in 'now'" in wrong[1]

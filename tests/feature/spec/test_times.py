@@ -127,7 +127,7 @@ SPEC = FeatureSpec(features={"x": IdFeature()}, labels={}, event_time="t")
 def test_event_times_are_seconds_from_every_kind_of_data(name: str):
     (batch,) = Pipeline(SOURCES[name]).to_batches(SPEC)
     assert batch.ids.event_times is not None
-    assert (batch.ids.event_times.tolist(), batch.ids.event_time) == ([AT], AT)
+    assert (batch.ids.event_times.tolist(), batch.ids.event_time) == ([AT, 0], AT)
 
 
 def test_dates_are_midnights():

@@ -66,7 +66,7 @@ def test_raw_tensors_that_do_not_fit_are_refused(datatype, shape, data, says):
     [
         ("INT64", [1.5]),
         ("INT64", [True]),
-        ("INT64", [1 << 63]),
+        ("INT64", [1 << 64]),
         ("INT8", [128]),
         ("UINT8", [-1]),
         ("BOOL", [1]),
@@ -158,6 +158,13 @@ def test_rows_that_begin_nowhere_are_refused(splits):
         columns_of([items, listed_tensor("tags.row_splits", "INT64", [len(splits)], splits)], SIGNATURE)
 
 
+@pytest.mark.parametrize("datatype", ["INT64", "UINT64"])
+def test_unsigned_ids_keep_their_bits_as_in_training(datatype):
+    tensors = [("user", "BYTES", [2], ["a", "b"]), ("item", datatype, [2], [7, (1 << 64) - 5])]
+    found = columns_of([listed_tensor(*one) for one in tensors], SIGNATURE)
+    assert found.values["item"].tolist() == [7, -5]
+
+
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [
@@ -168,7 +175,6 @@ def test_rows_that_begin_nowhere_are_refused(splits):
         ([("user", "INT64", [1], [1])], "'user' must be BYTES, got INT64"),
         ([("item", "BYTES", [1], ["a"])], "'item' must be INT64, got BYTES"),
         ([("item", "FP32", [1], [1.0])], "whole number, got FP32"),
-        ([("item", "UINT64", [1], [1 << 63])], "too large for INT64"),
         ([("user", "BYTES", [], ["a"])], "must have the shape"),
         ([("item", "INT64", [1, 1, 1], [1])], "must have the shape"),
     ],

@@ -13,16 +13,16 @@ from monolith.cli.options.flags import SecurityOptions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataHeadOptions:
-    """Show the first records of a file."""
+    """Show the first records of some files."""
 
-    path: str
-    """The file to read."""
+    paths: tuple[str, ...]
+    """Files, or patterns with * in them."""
     records: int = 3
     """How many records to show."""
     columns: tuple[str, ...] = ()
     """Columns to show; by default all."""
     format: str | None = None
-    """The format of the file; by default taken from its name."""
+    """The format of the files; by default taken from their names."""
     json: bool = False
     """Print one JSON object per record instead of a table."""
 

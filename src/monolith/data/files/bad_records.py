@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import torch
+
 from monolith.data.format import BadRecord, Chunk, Format, TextFormat
 from monolith.data.formats.compressed import OpenText
 from monolith.data.records import Records, known_columns, missing_rows
@@ -50,6 +52,9 @@ class BadRecordPolicy:
             raise ConfigError(f"bad records: after must be 0 or more, got {self.after}")
 
 
+_SAID = {torch.int64: "whole numbers", torch.float32: "numbers", torch.uint8: "text"}
+
+
 class RecordChecks:
     """Checks every chunk that a file source reads, and all of them at the end.
 
@@ -64,6 +69,9 @@ class RecordChecks:
         self._columns = columns
         self._metrics = metrics
         self._columns_checked = columns is None
+        self._types: dict[str, tuple[torch.dtype, str]] = {}
+        """Column -> its type, and the first file that has it."""
+        self._changed: set[str] = set()
         self._empty: set[str] = set()
 
     def read(self, path: str, place: int, chunk: Chunk, good: int, bad: int) -> None:
@@ -85,7 +93,13 @@ class RecordChecks:
             self._judge(good, bad, at_end=False, last=f"{path}: {chunk.bad[0].reason}")
 
     def check_columns(self, form: Format, path: str, records: Records) -> None:
-        """Warn once of columns to read that a table does not have: most likely a typo."""
+        """Warn once of columns to read that a table does not have, most likely a typo, and of each column
+        that changes its type between files."""
+        for name in records.columns:
+            dtype = records.dtype_of(name)
+            known, first = self._types.setdefault(name, (dtype, path))
+            if known is not dtype and name not in self._changed:
+                self._note_change(name, path, first, records)
         if self._columns_checked or not records.complete:
             return
         self._columns_checked = True
@@ -100,6 +114,22 @@ class RecordChecks:
                 known_columns(missing[0], there, "it has"),
                 extra={"cause": f"missing columns {missing}"},
             )
+
+    def _note_change(self, name: str, path: str, first: str, records: Records) -> None:
+        column = records.glance()[name]
+        if not len(column.flat_values):
+            return  # a file without a value in it may be of any type
+        self._changed.add(name)
+        _log.warning(
+            "file source: column %r has %s in %s and %s in %s. Both are read as the features say; where that "
+            "fails, write the column with one type in all files, or leave some of them out of data.path",
+            name,
+            _SAID[self._types[name][0]],
+            first,
+            _SAID[column.dtype],
+            path,
+            extra={"cause": f"the type of column {name} changes"},
+        )
 
     def note_empty(self, path: str) -> None:
         """Warn once of a file without records."""

@@ -635,6 +635,23 @@ class DeviceBatch:
         """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
         return self._gatherer.plan.by_name(outputs, self._row_splits)
 
+    def newest(self, times: Tensor) -> Tensor:
+        """Return, for each of `ids`, the time of its example, or of the newest one that shares it.
+
+        Nothing is waited for. An ID that pads the batch gets 0.
+
+        Args:
+            times: int64 of shape (n,), on the device or in host memory.
+        """
+        gatherer = self._gatherer
+        with gatherer.device.active():
+            self._arrive(self._buffer)
+            there = times if gatherer.device.holds(times) else gatherer._sent(gatherer._pinned(times))
+            out = torch.zeros(len(self.ids), dtype=torch.int64, device=there.device)
+            threads = len(gatherer.on_device.order) * self.batch_size
+            gatherer.launch("spread_times", blocks_for(threads), self._struct, there, there.amax(), out)
+        return out
+
     def sum_equal(self, gradients: Tensor) -> Tensor:
         """Sum the gradients of equal ids; see `DeviceGatherer.sum_equal`."""
         # Made once: a step that is captured must not copy from memory that is gone when it is replayed.

@@ -59,6 +59,7 @@ class HostRowBatch:
     def __init__(self, gatherer: HostRowGatherer, found: GatheredBatch, there: DeviceBatch) -> None:
         self._gatherer = gatherer
         self._there = there
+        self.newest = found.newest
         self._told = gatherer.device.current_stream().record()
         self._sent: Sent | None = None
         self.ids, self.sizes, self.counts = found.ids, found.sizes, found.counts

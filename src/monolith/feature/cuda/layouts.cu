@@ -189,6 +189,21 @@ extern "C" __global__ void gather_plain(Batch batch, Plan plan, CONSTANT Pointer
   }
 }
 
+// ---- event times ---------------------------------------------------------------------------------
+
+// Gives each occurrence the time of its example; one in a shared cell the newest of all.
+extern "C" __global__ void spread_times(Batch batch, const i64* times, const i64* newest, i64* out) {
+  const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;
+  const unsigned place = thread / (unsigned)batch.examples;
+  const int example = (int)(thread % (unsigned)batch.examples);
+  if (place >= (unsigned)batch.count) return;
+  const Feature& f = batch.features[place];
+  if (f.cell < 0 || (f.step == 0 && example > 0)) return;
+  const i64 time = f.step == 0 ? *newest : times[example];
+  const int last = batch.cell_begin(f, example + 1);
+  for (int at = batch.cell_begin(f, example); at < last; ++at) out[at] = time;
+}
+
 // ---- backward ------------------------------------------------------------------------------------
 
 // What a shared cell gets: the gradients of all examples, added up one after another as in the core.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from monolith import native
 from monolith.errors import DataError
-from monolith.feature.batches import Batch, FeatureIds
+from monolith.feature.batches import Batch, FeatureIds, newest_of_each
 from monolith.feature.fids import SIGNATURE_BITS, make_fid
 from monolith.feature.gathering import PackedBatch, PackedFeatures
 from monolith.feature.spec.kinds import (
@@ -546,7 +546,7 @@ class RawReader:
         if packed is not None:
             if packed.forms and self._spec.event_time_unit == "auto":
                 self._recognised.say(column, packed.forms, setting="event_time_unit")
-            found.event_times = packed.seconds.flat_values
+            found.event_times = newest_of_each(packed.seconds)
             return packed.seconds
         if column not in records.columns:
             return _empty(torch.int64, found.size)
@@ -560,7 +560,7 @@ class RawReader:
                 found.size,
                 lambda row: BadReason.of_time(column, int(_row(times, row)[0])),
             )
-        found.event_times = seconds
+        found.event_times = newest_of_each(times)
         return times
 
     def _times(

@@ -24,6 +24,7 @@ from monolith.wire.open_inference import (
     LENGTH_BYTES,
     SPLITS,
     read_bfloat16,
+    unsigned_kept,
     values_dtype,
     write_bfloat16,
 )
@@ -353,6 +354,8 @@ def _numbers(
         with np.errstate(over="ignore"):
             return np.array(values, dtype)
     except (OverflowError, ValueError) as cause:
+        if datatype == "INT64" and (kept := unsigned_kept(values)) is not None:
+            return kept
         raise RequestError(f"input {name!r}: a value is too large for {datatype}") from cause
 
 
@@ -392,6 +395,8 @@ def _typed(tensor: WireTensor, spec: TensorSpec) -> Any:
         raise RequestError(
             f"input {tensor.name!r} must be {spec.datatype} or another whole number, got {tensor.datatype}"
         )
+    if values.dtype == np.uint64 and spec.meaning != TIME:
+        return values.view(np.int64)  # an unsigned ID keeps its bits, as in training
     if values.dtype == np.uint64 and values.size and int(values.max()) > np.iinfo(np.int64).max:
         raise RequestError(f"input {tensor.name!r}: {int(values.max())} is too large for INT64")
     return values.astype(np.int64, copy=False)

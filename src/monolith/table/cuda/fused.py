@@ -760,7 +760,7 @@ class CapturedStep:
 
         Args:
             ids: int64, as they occur, table after table.
-            event_time: int64 of shape (1,), on the device.
+            event_time: int64 of shape (n,), or (1,) for all, on the device.
         """
         tables, sizes = self._tables, self._sizes
         seconds = event_time.expand(len(ids)).contiguous()
