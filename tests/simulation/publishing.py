@@ -227,6 +227,8 @@ class World:
             self.cluster.network.heal()
         if self.cluster.quiet:
             self.cluster.disk.faults.error_chance = 0.0
+            for server in self.servers.values():
+                server.transit.faults = None  # a long snapshot would hardly ever arrive as a whole
         return (
             self.cluster.quiet
             and all(
@@ -472,7 +474,7 @@ class ServerProcess:
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
         seed = world.cluster.random.getrandbits(32) if world.shape.in_transit else 0
-        self._transit = MemoryChannel(faults=world.shape.in_transit, seed=seed)
+        self.transit = MemoryChannel(faults=world.shape.in_transit, seed=seed)
         self.table = make_table()
         self.target = ServedTarget(self.table)
         world.servers[number] = self
@@ -482,7 +484,7 @@ class ServerProcess:
         positions: dict[int, Any] = {}
         while True:
             subscriber = Subscriber(
-                lambda: FaultyReader(self.world.reader(), self._transit),
+                lambda: FaultyReader(self.world.reader(), self.transit),
                 self.target,
                 positions=positions,
                 on_applied=self._applied,
