@@ -830,7 +830,7 @@ MUTANTS = {
         "publishing", "A delta is applied although the one before it is missing.", _gap_applied_over, 3
     ),
     "epoch_of_a_delta_ignored": Mutant(
-        "publishing", "A delta of another epoch is applied.", _epoch_of_a_delta_ignored, 43
+        "publishing", "A delta of another epoch is applied.", _epoch_of_a_delta_ignored
     ),
     "removals_not_published": Mutant(
         "publishing", "A delta lacks the ids that have no row any more.", _removals_not_published, 2
