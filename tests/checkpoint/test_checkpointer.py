@@ -342,6 +342,20 @@ def test_a_table_that_was_renamed_begins_a_chain_of_its_own(make: Callable[..., 
     assert len(other) == 4
 
 
+def test_a_chain_ends_when_a_renamed_table_is_restored(
+    make: Callable[..., Run],
+) -> None:
+    run = make(full_every=5)
+    run.train(1, 2, 3)
+    prefix = run.checkpointer.save(1)
+    renamed = NativeTable(replace(ITEM, name="article", extra_restore_names=("item",)))
+    part = TablesPart({"article": renamed}, incremental=True)
+    checkpointer = Checkpointer(make().checkpointer.saver, [part], full_every=5)
+    checkpointer.save(2)
+    checkpointer.restore(prefix)
+    assert read_manifest(checkpointer.save(3)).manifest.kind == "full"
+
+
 def test_names_of_parts_must_differ(make: Callable[..., Run]) -> None:
     run = make()
     with pytest.raises(ConfigError, match="'tables'"):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -25,6 +26,7 @@ from monolith.data.service import (
     DataWorkerConfig,
     Dispatcher,
 )
+from monolith.errors import UnavailableError
 from monolith.testing.cluster import Faults, SimCluster
 
 PORT = 7000
@@ -52,9 +54,14 @@ class Numbers(Source):
         self._next = position["next"]
 
 
-def save(file: str, source: DataServiceSource, counts: Counter[int]) -> None:
-    """Write a checkpoint, then commit the position in it: the order that trainers have to keep."""
+def save(
+    file: str, source: DataServiceSource, counts: Counter[int], replaced: Callable[[], bool] = lambda: False
+) -> None:
+    """Write a checkpoint, then commit the position in it: the order that trainers have to keep. One that was
+    replaced writes none: a run locks its model_dir."""
     position = source.position()
+    if replaced():
+        raise UnavailableError("another process is this trainer now")
     with filesystem.atomic_write(file) as out:
         out.write(json.dumps({"position": position, "counts": counts}).encode())
     source.commit(position)
@@ -125,6 +132,11 @@ def data_service(seed: int, *, traced: bool = False) -> SimCluster:
         def train(name: str) -> None:
             file = f"sim://{name}"
             counts: Counter[int] = Counter()
+            here = concurrency.machine()
+
+            def replaced() -> bool:
+                return cluster.processes[name].machine is not here
+
             source = DataServiceSource(f"dispatcher:{PORT}", name, prefetch=prefetch)
             if filesystem.exists(file):
                 saved = json.loads(filesystem.read_bytes(file))
@@ -136,8 +148,8 @@ def data_service(seed: int, *, traced: bool = False) -> SimCluster:
                     counts.update(records.columns[RECORD].values.tolist())
                     concurrency.sleep(cluster.random.uniform(0, 0.05))
                     if step % save_every == 0:
-                        save(file, source, counts)
-            save(file, source, counts)
+                        save(file, source, counts, replaced)
+            save(file, source, counts, replaced)
 
         def check_buffers() -> None:
             for name, worker in at_work.items():
@@ -151,6 +163,7 @@ def data_service(seed: int, *, traced: bool = False) -> SimCluster:
             cluster.start(name, lambda name=name: read(name))
         for name in trainers:
             cluster.start(name, lambda name=name: train(name))
+        cluster.replaceable = tuple(trainers + ([] if fixed_ports else workers))
         cluster.wait()
         total: Counter[int] = Counter()
         for name in trainers:
@@ -163,6 +176,7 @@ def data_service(seed: int, *, traced: bool = False) -> SimCluster:
         }
         assert not wrong, f"records with (times trained, times expected): {wrong}"
 
-    cluster = SimCluster(seed, Faults.drawn(seed), traced=traced)
+    replacements = random.Random(f"data_service, replaced while it runs {seed}").choice([0, 0, 1, 3])
+    cluster = SimCluster(seed, replace(Faults.drawn(seed), replacements=replacements), traced=traced)
     cluster.run(play)
     return cluster

@@ -7,9 +7,12 @@ or without standbys, and demands that nothing is lost beyond what the report say
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 from simulation.counting import Counted, Counting, read_counts
 
@@ -23,8 +26,11 @@ from monolith.runtime.cluster_config import ClusterConfig, FailoverConfig, Timeo
 from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output
 from monolith.runtime.publish_shard import PublishPlan
+from monolith.store.dense import DenseShard
 from monolith.store.dense_config import DenseConfig
+from monolith.store.local import LocalStore
 from monolith.testing.cluster import Faults, SimCluster, SimProcess
+from monolith.testing.scheduler import SimMachine
 from monolith.train import SaveConfig, TrainConfig
 
 Around = Callable[[SimCluster], Callable[[], object]]
@@ -34,6 +40,8 @@ CHIEF = "worker-0"
 LARGE_EVERY, LARGE = 10, 6
 """One seed of ten has a large fleet: those whose last digit is 6. It takes longer, and most bugs need few
 processes."""
+SLOW_PUSHES = 0.25
+"""Part of the seeds with servers that are slow now and then."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,7 @@ def play_fleet(
     traced: bool,
     publish: PublishPlan | None = None,
     around: Around | None = None,
+    faults: Faults | None = None,
 ) -> SimCluster:
     """Run a fleet with the faults of a seed.
 
@@ -131,7 +140,10 @@ def play_fleet(
         publish: How all processes publish.
         around: Starts other processes before those of the fleet; what it returns is called when the run is
             over.
+        faults: Those of the seed by default.
     """
+    faults = faults or Faults.drawn(seed)
+    slow = random.Random(f"fleet, slow pushes {seed}").random() < SLOW_PUSHES
 
     def on_exit(process: SimProcess) -> None:
         # Status 0 tells an operator that all is done and saved, so it has to be, at this very moment.
@@ -159,9 +171,34 @@ def play_fleet(
         cluster.wait(chief=CHIEF)
         afterwards()
 
-    cluster = SimCluster(seed, Faults.drawn(seed), traced=traced)
-    cluster.run(play)
+    cluster = SimCluster(seed, faults, traced=traced)
+    with slow_pushes(cluster) if slow else nullcontext():
+        cluster.run(play)
     return cluster
+
+
+@contextmanager
+def slow_pushes(cluster: SimCluster) -> Iterator[None]:
+    """Let servers take seconds to apply a push, now and then, while their connections break: so a push is
+    sent again while the first one is under way."""
+
+    def slowed(apply: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if random.random() < 0.3:
+                concurrency.sleep(random.uniform(0, 0.1))  # the next push may be here by then, too
+                here = concurrency.machine()
+                assert isinstance(here, SimMachine)
+                cluster.network.break_connections(here)
+                concurrency.sleep(random.uniform(0, 3))
+            return apply(*args, **options)
+
+        return call
+
+    with (
+        mock.patch.object(LocalStore, "apply_gradients", slowed(LocalStore.apply_gradients)),
+        mock.patch.object(DenseShard, "push", slowed(DenseShard.push)),
+    ):
+        yield
 
 
 def work(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from simulation.counting import Counted, Counting
 from simulation.fleet import FleetShape, play_fleet
@@ -14,8 +14,37 @@ from torch import nn
 from monolith import concurrency
 from monolith.feature import Batch
 from monolith.runtime import TrainReport
-from monolith.testing.cluster import SimCluster
+from monolith.testing.cluster import Faults, SimCluster
+from monolith.testing.scheduler import SimMachine
 from monolith.train import Outputs
+
+ENDS_WITHIN = 5.0
+"""Virtual seconds after which a worker that was replaced trains no more, once it reaches all machines."""
+
+
+class Replaced:
+    """Checks that a process that was replaced, and is alive after all, ends: another one trains its data."""
+
+    def __init__(self) -> None:
+        self._trained: set[SimMachine] = set()
+        """Machines whose processes have trained before another one replaced them."""
+        self._since: dict[SimMachine, float] = {}
+        """Machine of a replaced process -> since when it could know that it was replaced."""
+
+    def note_step(self, cluster: SimCluster) -> None:
+        here = concurrency.machine()
+        assert isinstance(here, SimMachine)
+        now, process = cluster.simulation.now, cluster.processes[here.name.removesuffix(" (replaced)")]
+        if process.machine is here:
+            self._trained.add(here)
+        # One that had not trained may have joined after its successor, which is then the replaced one.
+        if process.machine is here or here not in self._trained or not here.alive:
+            return
+        others = [one.machine for one in cluster.processes.values() if one.machine is not None]
+        if process.machine not in self._trained or any(cluster.network.is_cut(here, one) for one in others):
+            self._since.pop(here, None)
+        since = self._since.setdefault(here, now)
+        assert now - since <= ENDS_WITHIN, f"{here.name} still trains, {now - since:.1f} s after it could end"
 
 
 @dataclass(frozen=True)
@@ -47,7 +76,10 @@ def keep_going(seed: int, *, traced: bool = False) -> SimCluster:
             concurrency.sleep(draw.choice([0.0, draw.uniform(0, 2)]))
             clusters[0].processes[name].kill()
 
+    replaced = Replaced()
+
     def stepped() -> None:
+        replaced.note_step(clusters[0])
         if lost_at is not None and task.steps.total() == lost_at * task.batch_size:
             clusters[0].simulation.machine("supervisor").spawn(lose)
 
@@ -58,9 +90,18 @@ def keep_going(seed: int, *, traced: bool = False) -> SimCluster:
         read_seconds=draw.choice([shape.read_seconds, *slow]),
         stepped=stepped,
     )
+    faults = Faults.drawn(seed)
+    other = random.Random(f"keep_going, replaced while it runs {seed}")
+    if replacements := other.choice([0, 0, 1, 2]) if shape.num_workers > 1 else 0:
+        # Long runs and short pauses, after the first steps: an earlier process is to be back while its
+        # successor trains.
+        task = replace(task, batches=other.randint(10, 20), read_seconds=other.choice([1.0, 2.0]))
+        faults = replace(faults, replacements=replacements, longest=3.0, every=(0.5, 4.0))
 
     def around(cluster: SimCluster) -> Callable[[], object]:
         clusters.append(cluster)
+        # Not the chief: a replacement would find the model_dir locked while the old one runs.
+        cluster.replaceable = tuple(f"worker-{index}" for index in range(1, shape.num_workers))
         return lambda: None
 
     def worker_of(record: int) -> int:
@@ -94,4 +135,4 @@ def keep_going(seed: int, *, traced: bool = False) -> SimCluster:
             said = sum(one.records or 0 for one in lost.workers if one.worker == worker)
             assert said <= again, f"worker {worker} trained {again} records again, the report says {said}"
 
-    return play_fleet(seed, shape, task, check, traced=traced, around=around)
+    return play_fleet(seed, shape, task, check, traced=traced, around=around, faults=faults)

@@ -56,7 +56,8 @@ from monolith.store.server import ParameterServer, _ServedState
 from monolith.sync import Publisher, TableTarget
 from monolith.sync.channel import SnapshotMaker
 from monolith.sync.kafka_writer import KafkaDeltaWriter, _Producer
-from monolith.sync.messages import LearnedUpTo, LogPosition, SnapshotBegin, SnapshotEnd
+from monolith.sync.messages import Delta, LearnedUpTo, LogPosition, SnapshotBegin, SnapshotEnd
+from monolith.sync.subscriber import _Follower
 from monolith.testing.disk import SimDisk
 from monolith.train.hooks.save import SaveHook
 
@@ -92,6 +93,18 @@ def _fence_not_checked() -> Sequence[Patch]:
 
 def _applied_twice() -> Sequence[Patch]:
     return [(AppliedPushes, "once", lambda self, sender, number, apply, again: apply())]  # noqa: ARG005
+
+
+def _repeated_push_not_awaited() -> Sequence[Patch]:
+    right = AppliedPushes.once
+
+    def once(self: AppliedPushes, sender: str, number: int, apply: Any, again: Any) -> Any:
+        pushes = self._senders.get(sender)
+        if pushes is not None and number in pushes.under_way:
+            return again()
+        return right(self, sender, number, apply, again)
+
+    return [(AppliedPushes, "once", once)]
 
 
 def _sender_forgotten() -> Sequence[Patch]:
@@ -147,6 +160,10 @@ def _workers_forgotten_with_server_0() -> Sequence[Patch]:
         (CoordinationService, "_begin", lambda self, body: right(self, replace(body, trained={}))),
         (CoordinationService, "_count_unknown", lambda self, run, worker: None),  # noqa: ARG005
     ]
+
+
+def _replaced_worker_not_refused() -> Sequence[Patch]:
+    return [(CoordinationService, "_check_member", lambda self, run, worker, member: None)]  # noqa: ARG005
 
 
 def _no_last_save() -> Sequence[Patch]:
@@ -218,9 +235,9 @@ def _lease_for_ever() -> Sequence[Patch]:
 def _committed_before_saved() -> Sequence[Patch]:
     right = data_service.save
 
-    def save(file: str, source: Any, counts: Any) -> None:
+    def save(file: str, source: Any, counts: Any, *more: Any) -> None:
         source.commit(source.position())
-        right(file, source, counts)
+        right(file, source, counts, *more)
 
     return [(data_service, "save", save)]
 
@@ -249,6 +266,10 @@ def _replaced_worker_takes_files() -> Sequence[Patch]:
         (LeaseLedger, "begin", lambda self, worker, session: self.release(worker)),  # noqa: ARG005
         (FileQueue, "others_are_reading", others_are_reading),
     ]
+
+
+def _lease_token_ignored() -> Sequence[Patch]:
+    return [(LeaseLedger, "current", lambda self, lease: self.leases.get(lease.number))]
 
 
 # Ranks
@@ -532,6 +553,32 @@ def _deleted_too_early() -> Sequence[Patch]:
     return [(KafkaDeltaWriter, "_delete_before", delete)]
 
 
+def _gap_applied_over() -> Sequence[Patch]:
+    right = _Follower._apply_delta
+
+    def apply(self: _Follower, delta: Delta) -> bool:
+        position = self.progress.position
+        if self._snapshot is None and position is not None and delta.position.epoch == position.epoch:
+            gap = delta.position.sequence == position.sequence + 2
+            self.progress = replace(
+                self.progress, position=replace(position, sequence=position.sequence + gap)
+            )
+        return right(self, delta)
+
+    return [(_Follower, "_apply_delta", apply)]
+
+
+def _epoch_of_a_delta_ignored() -> Sequence[Patch]:
+    right = _Follower._apply_delta
+
+    def apply(self: _Follower, delta: Delta) -> bool:
+        if (position := self.progress.position) is not None:
+            delta = replace(delta, position=replace(delta.position, epoch=position.epoch))
+        return right(self, delta)
+
+    return [(_Follower, "_apply_delta", apply)]
+
+
 # Checkpoints
 
 
@@ -699,6 +746,12 @@ MUTANTS = {
     "applied_twice": Mutant(
         "fleet", "A server applies a push again that its caller has sent again.", _applied_twice, 82
     ),
+    "repeated_push_not_awaited": Mutant(
+        "fleet",
+        "A push that is sent again is acknowledged while the first one is under way.",
+        _repeated_push_not_awaited,
+        6,
+    ),
     "sender_forgotten": Mutant(
         "fleet",
         "A server forgets which pushes of a sender it has applied when another one pushes.",
@@ -726,6 +779,12 @@ MUTANTS = {
         "A new coordination service does not know which workers have trained.",
         _workers_forgotten_with_server_0,
         2,
+    ),
+    "replaced_worker_not_refused": Mutant(
+        "keep_going",
+        "The coordination service answers a worker that was replaced.",
+        _replaced_worker_not_refused,
+        19,
     ),
     "no_last_save": Mutant("fleet", "The chief exits without saving its last steps.", _no_last_save, 2),
     "unsynced_turns": Mutant(
@@ -788,6 +847,12 @@ MUTANTS = {
         "Offsets are committed before the checkpoint with them is written.",
         _offsets_committed_before_saved,
         seeds=1,
+    ),
+    "gap_applied_over": Mutant(
+        "publishing", "A delta is applied although the one before it is missing.", _gap_applied_over, 3
+    ),
+    "epoch_of_a_delta_ignored": Mutant(
+        "publishing", "A delta of another epoch is applied.", _epoch_of_a_delta_ignored
     ),
     "removals_not_published": Mutant(
         "publishing", "A delta lacks the ids that have no row any more.", _removals_not_published, 2
@@ -869,6 +934,12 @@ MUTANTS = {
         "A worker that was replaced takes files under the number of its successor.",
         _replaced_worker_takes_files,
         88,
+    ),
+    "lease_token_ignored": Mutant(
+        "leases",
+        "A worker that has lost a lease changes that of its successor.",
+        _lease_token_ignored,
+        3,
     ),
     "given_back_from_its_start": Mutant(
         "elastic",

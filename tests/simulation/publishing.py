@@ -25,13 +25,13 @@ from monolith.runtime.publish_hook import PublishHook
 from monolith.runtime.publish_shard import PublishPlan, ShardPublisher
 from monolith.runtime.publishers import LocalPublisher
 from monolith.sync import DeltaReader, DeltaWriter, Subscriber, TableTarget
-from monolith.sync.channel import ShardLog, TakeSnapshot
+from monolith.sync.channel import ChannelFaults, MemoryChannel, ShardLog, TakeSnapshot
 from monolith.sync.flight_channel import PUBLISHER, DeltaPort, ReaderLimits
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
 from monolith.sync.kafka_reader import KafkaDeltaReader, unseal
 from monolith.sync.kafka_writer import KafkaDeltaWriter
-from monolith.sync.messages import BUCKETS, Delta, LearnedUpTo, PublishState
+from monolith.sync.messages import BUCKETS, Delta, LearnedUpTo, LogPosition, Message, PublishState
 from monolith.sync.publish_config import GuardConfig, PublishConfig
 from monolith.sync.publish_messages import PublishOrder
 from monolith.sync.publisher import PublisherConfig
@@ -103,6 +103,8 @@ class Shape:
     """Whether trainers end after their last step, so that only the channel has their rows."""
     cuts: int
     """How often the channel cannot be reached from a trainer that is about to end."""
+    in_transit: ChannelFaults | None
+    """What happens to messages between the channel and a subscriber; None: they arrive as they were sent."""
 
     @classmethod
     def drawn(cls, seed: int) -> Shape:
@@ -110,10 +112,19 @@ class Shape:
         digest_buckets = draw.choice([0, 256, BUCKETS])
         channel = draw.choice(["folder", "flight", "discovery", "kafka"])
         at_end = random.Random(f"publishing, at the end {seed}")
+        in_transit = random.Random(f"publishing, in transit {seed}")
         return cls(
             channel=channel,
             ends=channel in ("folder", "kafka") and at_end.random() < 0.5,
             cuts=at_end.choice([0, 1, 2]),
+            in_transit=ChannelFaults(
+                drop=in_transit.choice([0.0, 0.1]),
+                repeat=in_transit.choice([0.0, 0.1]),
+                reorder=in_transit.choice([0.0, 0.1]),
+                delay=in_transit.choice([0.0, 0.3]),
+            )
+            if in_transit.random() < 0.5
+            else None,
             shards=draw.choice([1, 1, 2]),
             servers=draw.choice([1, 1, 2, 3]),
             ids=draw.choice([6, 12, 24]),
@@ -216,6 +227,8 @@ class World:
             self.cluster.network.heal()
         if self.cluster.quiet:
             self.cluster.disk.faults.error_chance = 0.0
+            for server in self.servers.values():
+                server.transit.faults = None  # a long snapshot would hardly ever arrive as a whole
         return (
             self.cluster.quiet
             and all(
@@ -441,11 +454,27 @@ class NotesEpochs:
         self._inner.open(log, snapshot)
 
 
+class FaultyReader:
+    """A `DeltaReader` whose messages are lost, repeated and late, even by an epoch, as it may."""
+
+    def __init__(self, inner: DeltaReader, transit: MemoryChannel) -> None:
+        self._inner, self._transit = inner, transit
+        self.logs, self.close = inner.logs, inner.close
+
+    def read(self, shard: int, after: LogPosition | None, *, wait: float) -> Iterator[Message]:
+        return self._transit.in_transit(shard, self._inner.read(shard, after, wait=wait))
+
+    def read_buckets(self, shard: int, buckets: torch.Tensor) -> Iterator[Message]:
+        return self._transit.in_transit(shard, self._inner.read_buckets(shard, buckets))
+
+
 class ServerProcess:
     """A process that follows all shards into a table of its own."""
 
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
+        seed = world.cluster.random.getrandbits(32) if world.shape.in_transit else 0
+        self.transit = MemoryChannel(faults=world.shape.in_transit, seed=seed)
         self.table = make_table()
         self.target = ServedTarget(self.table)
         world.servers[number] = self
@@ -455,7 +484,10 @@ class ServerProcess:
         positions: dict[int, Any] = {}
         while True:
             subscriber = Subscriber(
-                self.world.reader, self.target, positions=positions, on_applied=self._applied
+                lambda: FaultyReader(self.world.reader(), self.transit),
+                self.target,
+                positions=positions,
+                on_applied=self._applied,
             )
             subscriber.start()
             concurrency.sleep(draw.choice([3.0, 30.0, 1000.0]))

@@ -13,6 +13,7 @@ WORLDS = (
     "fleet",
     "keep_going",
     "elastic",
+    "leases",
     "ranks",
     "data_service",
     "kafka",

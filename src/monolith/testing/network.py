@@ -70,6 +70,13 @@ class SimNetwork:
             self.simulation.note("network: all cuts are healed")
         self._cut.clear()
 
+    def break_connections(self, server: SimMachine) -> None:
+        """Break all connections to a machine. It completes the requests that it is at work on; their callers
+        cannot know that, and may send them again meanwhile."""
+        for listener in self._listeners.values():
+            if listener.machine is server:
+                listener._break_all("the connection broke")
+
     # For connections
 
     def listener(self, address: str) -> _SimListener | None:
@@ -146,9 +153,9 @@ class _SimListener:
         self.endpoint.answering.wait_until_none(10.0)
         self._break_all()
 
-    def _break_all(self) -> None:
+    def _break_all(self, why: str = "the server is gone") -> None:
         for reply in list(self.pending):
-            reply.fail("the server is gone")
+            reply.fail(why)
 
 
 class _Reply:

@@ -583,6 +583,16 @@ def test_a_deletion_that_fails_is_tried_again(folder: str, caplog: pytest.LogCap
     assert steps_on_disk(folder) == {3}
 
 
+def test_a_checkpoint_that_could_not_be_deleted_stays_if_the_next_one_needs_it(folder: str) -> None:
+    saver = saver_of(folder, max_to_keep=1)
+    saver.save(1, write_checkpoint)
+    patch = refuse("remove_file", errno.EBUSY, "model.ckpt-1")
+    saver.save(2, write_checkpoint)
+    patch.undo()
+    saver.save(3, write_checkpoint, depends_on=[f"{folder}/model.ckpt-1"])  # of a run that restored it
+    assert steps_on_disk(folder) == {1, 3}
+
+
 def test_the_manifest_is_deleted_first(folder: str) -> None:
     saver = saver_of(folder, max_to_keep=1)
     saver.save(1, write_checkpoint)
