@@ -1,6 +1,6 @@
 """Memory over time: a worker that trains on a live stream with constant rows takes no more of it.
 
-`MONOLITH_SOAK_MINUTES=60` runs for an hour; by default it is some minutes.
+`SOAK_MINUTES=60` runs for an hour; by default it is some minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from faults.fleet_processes import MEMBERS, LaunchedFleet
 _log = logging.getLogger(__name__)
 
 WATCHED = [MEMBERS[0], MEMBERS[2]]
-MINUTES = float(os.environ.get("MONOLITH_SOAK_MINUTES", "6"))
+MINUTES = float(os.environ.get("SOAK_MINUTES", "6"))
 MOST_MB = 6.0
 """Growth within a third of the time. Metric windows that kept tiny batches took 1.6 MB a minute."""
 CONFIG = """
