@@ -423,7 +423,8 @@ class EmbeddingCollection(nn.Module):
             return self.prepare(batch)
         ids = _ids(batch)
         if held.fits(ids):
-            return replace(held.prepared, times=ids.example_times())
+            # A step that is captured has no times to look at here.
+            return held.prepared if ids is held.ids else replace(held.prepared, times=ids.example_times())
         if not self._said_twice:
             self._said_twice = True
             _log.warning(
