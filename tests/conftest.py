@@ -15,6 +15,7 @@ TESTS = Path(__file__).parent
 pytest_plugins = (
     "services.fixtures",
     "services.gpu_tests",
+    "services.missing_packages",
     "services.scheduling",
     "services.shared_rewriting",
     "services.slowest_files",

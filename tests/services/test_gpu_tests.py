@@ -1,9 +1,7 @@
-"""Which tests `pytest --gpu` collects, and what it does without the packages of the others."""
+"""Which tests `pytest --gpu` collects."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,23 +18,3 @@ def test_a_file_about_gpus_is_collected(file: Path) -> None:
 
 def test_other_files_are_not() -> None:
     assert not uses_gpu(TESTS / "test_import.py")
-
-
-def test_a_test_that_needs_an_absent_package_is_skipped_and_another_error_is_not(tmp_path: Path) -> None:
-    """In a process of its own: whether a module can be imported depends on what is imported already."""
-    body = "# torch.cuda\n"
-    (tmp_path / "test_module.py").write_text(body + "import absent_package\n")
-    (tmp_path / "test_call.py").write_text(body + "def test_it():\n    import absent_package\n")
-    (tmp_path / "test_wrong.py").write_text(body + "def test_it():\n    import monolith.absent\n")
-    (tmp_path / "test_other.py").write_text("def test_it(): assert False\n")
-    command = [sys.executable, "-m", "pytest", "-p", "services.gpu_tests", "--gpu", "-ra", "--rootdir=."]
-    found = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "."],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(TESTS)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "absent_package is not installed" in found.stdout
-    assert "1 failed, 2 skipped" in found.stdout
