@@ -321,14 +321,18 @@ def two_directories(checked: bytes, loaded: bytes) -> bytes:
     return made + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
 
 
-def test_an_archive_with_two_directories_is_loaded_as_it_was_checked():
+def test_an_archive_with_two_directories_is_loaded_as_it_was_checked_or_refused():
     good = traced_own()
     touched = [b"torch.ops.aten.sigmoid.default", b"torch.ops.aten.tanh.default"]
     other = changed(good.graph, "model.json", lambda data: data.replace(*touched))
     archive = two_directories(checked=changed(good.graph, "byteorder", bytes), loaded=other)
     read_by_torch = [str(node.target) for node in torch.export.load(io.BytesIO(archive)).graph.nodes]
     assert "aten.tanh.default" in read_by_torch  # the attack works on torch alone
-    rebuilt = torch.export.load(io.BytesIO(clean_graph(archive, "g.pt2")))
+    try:
+        rebuilt = torch.export.load(io.BytesIO(clean_graph(archive, "g.pt2")))
+    except CorruptFileError as refused:
+        assert "zip64" in str(refused)  # noqa: PT017  zipfile of Python 3.12.3 and later reads no such archive
+        return
     names = [str(node.target) for node in rebuilt.graph.nodes]
     assert "aten.tanh.default" not in names
     assert "aten.sigmoid.default" in names

@@ -200,7 +200,8 @@ def test_memory_and_positions_are_bounded() -> None:
     files = {f"{number:03}": [[20 * number + one for one in range(20)]] for number in range(300)}
     for buffer, most in ((200, 10), (1, FEW_OPEN), (10**6, MOST_OPEN)):
         form = SplitChunks(files)
-        source = FileSource(sorted(files), form, batch_size=50, shuffle=ShuffleConfig(buffer=buffer))
+        config = ShuffleConfig(buffer=buffer)
+        source = FileSource(sorted(files), form, batch_size=50, shuffle=config, threads=0)
         given = 0
         for batch in source:
             given += len(batch)
@@ -211,7 +212,7 @@ def test_memory_and_positions_are_bounded() -> None:
         assert given == form.loaded == 6000
         assert form.most_open == 1  # a piece that was read is closed
     form = Chunks({name: [*file, []] for name, file in files.items()})  # no telling that nothing follows
-    list(FileSource(sorted(files), form, batch_size=50, shuffle=ShuffleConfig(buffer=10**6)))
+    list(FileSource(sorted(files), form, batch_size=50, shuffle=ShuffleConfig(buffer=10**6), threads=0))
     assert form.most_open == MOST_OPEN
     assert form.open == 0
 

@@ -450,9 +450,9 @@ class Job:
             # Chunks keep their definition, only their trainer and turn are cleared: another trainer reads the
             # same records.
             freed = self._db.execute(
-                "UPDATE chunks SET trainer = NULL, turn = NULL WHERE trainer = ?1 AND turn >= "
-                "(SELECT acknowledged FROM trainers WHERE trainer = ?1)",
-                (trainer,),
+                "UPDATE chunks SET trainer = NULL, turn = NULL WHERE trainer = ? AND turn >= "
+                "(SELECT acknowledged FROM trainers WHERE trainer = ?)",
+                (trainer, trainer),
             ).rowcount
             self._db.execute(
                 "UPDATE trainers SET turns = acknowledged, session = NULL WHERE trainer = ?", (trainer,)
