@@ -232,7 +232,7 @@ def test_what_a_missing_value_is(wanted: dict[str, Any]) -> None:
     assert wanted["age"] == [[1], [], [2]]
     assert wanted["where"] == [[1.0, 2.0], [0.5, 0.5], [0.5, 4.0]]
     assert wanted["click"] == ["1.0", "nan", "0.0"]
-    assert wanted["time"] == [1_714_557_600, 1_714_557_601]
+    assert wanted["time"] == [1_714_557_600, 0, 1_714_557_601]
 
 
 @pytest.mark.parametrize("path", PATHS)

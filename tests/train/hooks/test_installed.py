@@ -13,6 +13,7 @@ import pytest
 from runtime.fleets import PATIENT, Tallied, read_model, run_fleet
 from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.summary.writer import event_file_writer
 from torch import Tensor, nn
 from train.runs import FakeClock
 from train.tasks import Clicks
@@ -310,8 +311,10 @@ def shown_by_tensorboard(folder: Path) -> dict[str, dict[str, list[int]]]:
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in the model_dir", "in a folder of its own"])
 def test_tensorboard_shows_what_all_hooks_of_a_run_and_of_its_next_start_have_written(
-    tmp_path: Path, elsewhere: bool
+    tmp_path: Path, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Names of event files sort by second, process and this counter: here both starts may have the same second.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
     folder = tmp_path / "board" if elsewhere else tmp_path / "run" / "summaries"
     for steps in (4, 6):
         config = TrainConfig(
