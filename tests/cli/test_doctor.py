@@ -193,7 +193,11 @@ def test_a_slow_disk_brings_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "where, raised, said",
     [
-        ("tempfile.mkstemp", OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+        (
+            "filesystem.temporary_folder",
+            OSError(errno.EROFS, "Read-only file system"),
+            "Read-only file system",
+        ),
         ("os.pwrite", OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,15 +142,19 @@ def test_the_lists_of_a_history_keep_each_id_and_read_the_rows_of_what_they_list
     assert torch.equal(read["history.action"].flat_values, read["action"])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [DeepFM, DCNv2, DLRM, MMoE, DeepInterest, lambda spec: TwoTower(spec, item=["item"])],
-)
-def test_models_of_one_embedding_a_feature_refuse_a_history_and_name_those_that_read_it(make: Any):
-    with pytest.raises(
-        ConfigError, match=r"feature 'history' is kept.*sequence_ranker, hstu, sasrec, gru4rec"
-    ):
-        make(HISTORY)
+@pytest.mark.parametrize("make", [DeepFM, DCNv2, MMoE, DeepInterest, partial(TwoTower, item=["item"])])
+def test_a_model_of_one_embedding_a_feature_reads_a_history(make: Any):
+    columns = {"product": [[7], [8]], "item": [[1], [2]], "action": [[3], [4]], "now": [[10], [20]]}
+    columns |= {
+        "history": [[9, 7, 8], []],
+        "history.action": [[5, 3, 4], []],
+        "history.time": [[1, 2, 3], []],
+    }
+    model = make(HISTORY, dim=4)
+    scores = model(HISTORY.make(records(**columns)))
+    loss = sum(one.sum() for one in scores.values()) if isinstance(scores, dict) else scores.sum()
+    loss.backward()
+    assert {"history", "history.action"} <= set(model.embeddings.features)
 
 
 def test_features_may_differ_in_width_where_nothing_multiplies_them():

@@ -261,7 +261,7 @@ def test_every_ready_model_trains_and_evaluates(
         (
             "batch_size",
             "batchsize",
-            "cannot read the config: unknown key batchsize .* batch_size",
+            "task.batchsize .*unknown key; the.*nearest.*batch_size",
         ),
         ('type = "Adagrad"', 'type = "Adagard"', "model.optimizer.type.*expected one of Adagrad"),
     ],

@@ -627,7 +627,7 @@ def test_the_contribution_of_each_feature_is_written_on_request(tmp_path: Path) 
     from monolith.observe.summaries import read_summaries
 
     train(TASK, model_dir=str(tmp_path), insight_every_steps=5)
-    files = [str(path) for path in (tmp_path / "summaries" / "insight").iterdir()]
+    files = [str(path) for path in (tmp_path / "summaries").iterdir()]
     found = list(read_summaries(files))
     assert [one.step for one in found] == [5, 10, 15, 20]
     assert json.loads(found[0].content)["segment_names"] == ["user", "item", "context"]
@@ -657,7 +657,7 @@ def test_the_label_is_written_next_to_the_contributions_on_request(tmp_path: Pat
     for name, task in (("ready", TASK), ("own", OwnModel())):
         folder = str(tmp_path / name)
         Trainer(task, TrainConfig(model_dir=folder, insight_every_steps=10, insight_label="click")).train()
-        files = [str(path) for path in (tmp_path / name / "summaries" / "insight").iterdir()]
+        files = [str(path) for path in (tmp_path / name / "summaries").iterdir()]
         first, *_ = read_summaries(files)
         head = json.loads(first.content)
         assert first.tag == "fi_train/monolith_feature_insight"

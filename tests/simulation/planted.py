@@ -304,8 +304,8 @@ PLANTED = {
     ),
     "last_turn_not_freed": Planted(
         "data/service/job.py",
-        '"UPDATE chunks SET trainer = NULL, turn = NULL WHERE trainer = ?1 AND turn >= "',
-        '"UPDATE chunks SET trainer = NULL, turn = NULL WHERE trainer = ?1 AND turn > "',
+        '"UPDATE chunks SET trainer = NULL, turn = NULL WHERE trainer = ? AND turn >= "',
+        '"UPDATE chunks SET trainer = NULL, turn = NULL WHERE trainer = ? AND turn > "',
         "together",
         "The first chunk that a trainer has not trained is not freed with those after it.",
     ),

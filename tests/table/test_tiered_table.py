@@ -634,6 +634,25 @@ def test_files_of_a_killed_process_are_removed_and_those_of_a_living_one_stay(
     assert list((tmp_path / "cold").iterdir()) == []
 
 
+def test_a_folder_that_another_process_removes_before_it_is_locked_is_made_again(
+    config: TableConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = []
+
+    def remove_first(folder: Path) -> int | None:
+        if not removed:
+            shutil.rmtree(folder)
+            removed.append(folder)
+        return locked(folder)
+
+    locked = tiered_table._locked
+    monkeypatch.setattr(tiered_table, "_locked", remove_first)
+    table = TieredTable(config)
+    assert table.folder.is_dir()
+    assert table.folder not in removed
+    table.close()
+
+
 def test_a_file_that_is_written_while_the_folder_is_removed_goes_too(
     config: TableConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

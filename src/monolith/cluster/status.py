@@ -255,8 +255,8 @@ class StatusBoard:
         unfinished = Path(filesystem.temporary(path))
         try:
             with errors_as("write", path):
-                file = filesystem.open_regular(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-                with os.fdopen(file, "wb") as opened:
+                created = filesystem.open_regular(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                with os.fdopen(created, "wb") as opened:
                     opened.write(text)
                 unfinished.replace(path)
         except TransientFilesystemError:

@@ -280,12 +280,12 @@ class _Exploration(Simulation):
             if frame.f_globals.get("__name__") not in self._modules:
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            return self._trace
+            return self._trace_opcode
 
-        def _trace(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any]:  # noqa: ARG002
+        def _trace_opcode(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any]:  # noqa: ARG002
             if event == "opcode" and frame.f_lasti in _shared_offsets(frame.f_code):
                 self._step(frame)
-            return self._trace
+            return self._trace_opcode
 
     def _step(self, frame: FrameType) -> None:
         """Count a step of the running thread, and let another one run first if the plan says so."""

@@ -20,7 +20,6 @@ from monolith.errors import MonolithError, UnavailableError
 from monolith.observe.progress import describe_seconds
 from monolith.observe.summaries import read_summaries
 from monolith.train.evaluation_log import EvaluationLog
-from monolith.train.hooks.summaries import FOLDER
 from monolith.ui.figures import CheckpointFigures, CurvePoint, PageReading, PublishFigures, RunState
 from monolith.ui.publishing import PublishOrders, RunPublishing, orders_of
 from monolith.ui.sources import MOST_METRICS, ProcessSource, chart_of, is_auc, process_figures, tier_facts
@@ -184,7 +183,7 @@ def metrics_url(process: ProcessStatus) -> str:
 
 def stored_points(model_dir: str) -> list[CurvePoint]:
     """Return the loss and the metrics of a run as its summaries have them; none if they cannot be read."""
-    folder = Path(model_dir, FOLDER)
+    folder = Path(model_dir, "summaries")
     if filesystem.is_remote(model_dir) or not folder.is_dir():
         return []
     points = []

@@ -311,10 +311,9 @@ class CsvFormat(TextFormat):
                 end, fields = native.first_csv_record(self._dialect, window.view, window.last)
             except ValueError as cause:
                 raise CorruptFileError(path, 0, f"not a header of a CSV file: {cause}") from cause
-            if max(end, len(window.view) if fields is None else 0) > self._record_bytes:
-                raise CorruptFileError(
-                    path, 0, f"not a header of a CSV file: longer than {self._record_bytes:,} bytes"
-                )
+            most = max(self._record_bytes, READ_BYTES)
+            if max(end, len(window.view) if fields is None else 0) > most:
+                raise CorruptFileError(path, 0, f"not a header of a CSV file: longer than {most:,} bytes")
             window.move(end)
             if fields is not None or window.last:
                 return fields
