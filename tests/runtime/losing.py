@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -178,11 +178,11 @@ class LosingFleet:
 
         wait_for(noticed, f"worker {worker} to be missed")
 
-    def take_over(self, place: int) -> str | None:
+    def take_over(self, place: int, given: Collection[str] = ()) -> str | None:
         """Give a place to a spare, which are the servers that have a number beyond `num_ps`."""
         for index in sorted(self.servers):
-            if index >= self.num_ps and self.servers[index].shard is None:
-                address = self.address(index)
+            address = self.address(index)
+            if index >= self.num_ps and self.servers[index].shard is None and address not in given:
                 ServerCalls()(address, "server.assign", index=place, num_ps=self.num_ps)
                 return address
         return None

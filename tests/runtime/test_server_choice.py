@@ -224,6 +224,7 @@ def test_a_server_that_takes_over_during_a_run_is_listed(pool: Pool) -> None:
     used = choice.of_chief()
     spare = choice.take_over(1, used)
     assert spare == pool.addresses[2]
+    assert choice.take_over(0, used, [spare]) is None, "it was given another share, and does not serve it yet"
     choice.list_server(1, spare)
     assert pool.choice().of_worker() == [pool.addresses[0], spare]
     assert choice.take_over(0, [*used, spare]) is None, "no spare is left"

@@ -128,6 +128,16 @@ def test_a_process_that_was_replaced_is_told_to_end_when_it_joins_again(running:
     assert running("join", worker=2, member="other", process="one")["replaced"] is False
 
 
+def test_the_service_of_another_server_0_knows_which_processes_were_replaced(running: Caller) -> None:
+    for process in ("one", "two"):
+        running("join", worker=1, member=f"of {process}", process=process)
+    following = Caller(CoordinationService(3))
+    asked = {"worker": 1, "member": "again", "process": "one"}
+    assert following("join", **asked) == NOT_YET, "it waits for the run"
+    following("begin", run="r", num_workers=3, trained=running.news(0)["trained"])
+    assert following("join", **asked) == {**NOT_YET, "replaced": True}
+
+
 def test_a_worker_that_restarts_when_its_work_is_done_waits_for_the_end(running: Caller) -> None:
     running.join(1, "first process")
     running("leave", run="r", worker=1, state=state())
@@ -542,7 +552,7 @@ def trained(call: Caller, worker: int, examples: int) -> None:
 
 def test_a_worker_that_is_lost_together_with_server_0_is_reported(training: Caller) -> None:
     trained(training, 1, 9)
-    assert training.news(0)["trained"]["1"] == {"member": "process", "examples": 9}
+    assert training.news(0)["trained"]["1"] == {"member": "process", "examples": 9, "processes": []}
     assert training.news(2)["trained"] == {}, "only the chief needs it"
     other = taken_over(training, safe={"1": state(6)})
     assert other.join(1, "another process")["state"] == state(6)

@@ -24,6 +24,7 @@ from monolith.errors import (
     RequestError,
     RetryableError,
     TableArgumentError,
+    TableClosedError,
     TrainingError,
     UnavailableError,
     UnknownTableError,
@@ -154,6 +155,23 @@ def test_a_worker_of_an_earlier_run_is_refused_and_changes_nothing(stack: ExitSt
     awake.expect("second run")
     awake.set_step(3)
     assert server.step == 3
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_tables_that_close_under_a_request_are_said_to_be_of_an_earlier_run_if_they_are(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    (server,) = serve(stack, CONFIGS, 1)
+    store = ParameterServerStore(group_of(stack, server), 0, CONFIGS)
+
+    def closed(*_: Any, **__: Any) -> None:
+        if replaced:
+            server.replace([LocalStore.from_configs(CONFIGS, threads=1)], incarnation="second run")
+        raise TableClosedError("table 'item' was closed")
+
+    monkeypatch.setattr(LocalStore, "apply_gradients", closed)
+    with pytest.raises(UnavailableError if replaced else TableClosedError):
+        store.apply_gradients(keys(1), torch.ones(2))
 
 
 def test_a_store_that_is_not_there_is_named(stack: ExitStack) -> None:

@@ -88,8 +88,9 @@ class KeepGoing:
     """Where a place may be served now: addresses, the likeliest first."""
     connect: Callable[[str], ServerGroup]
     """Makes connections to one address; the caller closes them."""
-    spare: Callable[[int], str | None] | None = None
-    """Gives a place to a spare server, as the chief, and returns its address; None if there is none."""
+    spare: Callable[[int, Collection[str]], str | None] | None = None
+    """Gives a place to a spare server, as the chief, and returns its address; None if there is none. The
+    servers at these addresses were given another place."""
     served: Callable[[int, str], None] | None = None
     """Told the new address of a shard, as the chief, for workers that join later."""
     spare_after: timedelta = timedelta(seconds=5)
@@ -238,6 +239,10 @@ class ServerRecovery:
         # Guards what follows. Several servers may be lost at once, each with a thread that brings it back;
         # the training thread waits for them, and the one that saves compares `_losses`.
         self._changed = concurrency.Condition()
+        self._spares_lock = concurrency.Lock()
+        """Held while a spare is given a place, which waits for it: longer than `_changed` may be held."""
+        self._spares: dict[int, str] = {}
+        """Server -> the spare that is to take its place, until it does."""
         self._away: set[int] = set()
         """Servers that are missed, from the broken call until all workers may use the shard again."""
         self._losses = 0
@@ -381,6 +386,8 @@ class ServerRecovery:
                     f"waited {self._patience} for parameter server {server}, which was lost, to be back"
                 ) from cause
             self._how.sleep(LOOK_EVERY)
+        with self._spares_lock:
+            self._spares.pop(server, None)  # if it was used, the group has it by now
         with self._changed:
             self._away.discard(server)
             self._changed.notify_all()
@@ -407,8 +414,12 @@ class ServerRecovery:
         waited = timedelta(seconds=self._how.clock() - lost_at)
         if self._how.spare is None or waited < self._how.spare_after:
             return False
-        if (spare := self._how.spare(server)) is None:
-            return False
+        with self._spares_lock:  # of two threads that look at once, each finds another spare
+            given = {address for place, address in self._spares.items() if place != server}
+            spare = self._how.spare(server, given)
+            if spare is None:
+                return False
+            self._spares[server] = spare
         _log.warning("parameter server %d did not come back; the spare at %s takes its place", server, spare)
         with contextlib.closing(self._how.connect(spare)) as place:
             self._replace(server, place, spare, lost_at)

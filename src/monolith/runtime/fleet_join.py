@@ -126,7 +126,7 @@ def join_fleet(
     how = KeepGoing(
         find=find,
         connect=lambda address: connect([address], timedelta()),
-        spare=(lambda place: choice.take_over(place, group.addresses)) if listed else None,
+        spare=(lambda place, given: choice.take_over(place, group.addresses, given)) if listed else None,
         served=choice.list_server if listed else None,
         spare_after=failover.spare_after,
         standbys=copies,

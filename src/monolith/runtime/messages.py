@@ -109,6 +109,8 @@ class Trained:
     member: Name | None
     """Names the process; None if it is not part of the run any more."""
     examples: Count
+    processes: tuple[Name, ...] = ()
+    """The last processes that joined as this worker, in all of their attempts; the newest is the last one."""
 
 
 @dataclass(frozen=True, slots=True)

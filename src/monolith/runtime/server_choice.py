@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -141,14 +141,15 @@ class ServerChoice:
         """Return where a share may be served now: as listed, or where its server has restarted."""
         return list(dict.fromkeys([*self._listed()[share : share + 1], *self._manager.registered_at(share)]))
 
-    def take_over(self, share: int, used: Sequence[str]) -> str | None:
+    def take_over(self, share: int, used: Sequence[str], given: Collection[str] = ()) -> str | None:
         """Give a shard to a spare and return its address, as the chief; None if there is none.
 
         Args:
             used: Where the servers of the run are, the lost one too.
+            given: Where spares are that were given another share, and do not serve it yet.
         """
         try:
-            return self._taking_over(share, used)
+            return self._taking_over(share, used, given)
         except UnavailableError:
             return None
 
@@ -183,12 +184,12 @@ class ServerChoice:
             return None if follows is None else follows.index
         return None
 
-    def _taking_over(self, share: int, used: Sequence[str]) -> str:
+    def _taking_over(self, share: int, used: Sequence[str], given: Collection[str] = ()) -> str:
         """Return an unused server that has taken the shard.
 
         One that keeps the copy of another share comes last: that share would have no standby then.
         """
-        spares = [address for address in self._manager.registered_ps() if address not in used]
+        spares = [address for address in self._manager.registered_ps() if address not in {*used, *given}]
         copied = {address: self._copied_by(address) for address in spares} if len(spares) > 1 else {}
         for address in sorted(spares, key=lambda one: copied.get(one) not in (None, share)):
             with suppress(ClusterError):  # gone, or it still holds an earlier run

@@ -122,6 +122,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+_KNOWN_PROCESSES = 8
+"""How many processes of a worker a new service learns of: one that was replaced before these could join."""
+
+
 LONGEST_WAIT = 20.0
 """The most seconds that a call waits, whatever it asks for."""
 
@@ -347,12 +351,17 @@ class _Run:
         here = {worker for worker, member in self.members.items() if worker and member != _FENCED}
         return here | self.joined
 
-    @property
-    def all_trained(self) -> dict[int, Trained]:
-        """Worker -> its process and how much that has trained, without the chief."""
+    def all_trained(self, processes: Mapping[int, list[str]]) -> dict[int, Trained]:
+        """Return, by worker, its process and how much that has trained, without the chief.
+
+        Args:
+            processes: By worker: those that joined as that one.
+        """
         return {
             worker: Trained(
-                None if member == _FENCED or worker in self.departing else member, self.trained.get(worker, 0)
+                None if member == _FENCED or worker in self.departing else member,
+                self.trained.get(worker, 0),
+                tuple(processes.get(worker, ())[-_KNOWN_PROCESSES:]),
             )
             for worker, member in {**self.before, **self.members}.items()
             if worker
@@ -449,6 +458,10 @@ class CoordinationService:
             )
         trained = _by_number(body.trained)
         with self._changed:
+            for worker, one in trained.items():
+                # Those that joined at the lost service did so before any that waits for this one already.
+                waiting = [name for name in self._processes.get(worker, ()) if name not in one.processes]
+                self._processes[worker] = [*one.processes, *waiting]
             # A service that takes over from a lost server 0 continues to count where that stopped: workers
             # hold states and pushes under the numbers of earlier pauses.
             self._halts = max(self._halts, body.halts)
@@ -774,7 +787,7 @@ class CoordinationService:
                 joined=() if worker else tuple(sorted(run.having_part)),
                 pushes={} if worker else _by_text(run.pushes),
                 left={} if worker else _by_text(run.left),
-                trained={} if worker else _by_text(run.all_trained),
+                trained={} if worker else _by_text(run.all_trained(self._processes)),
             )
 
     def _arrive(self, body: Arrive) -> None:

@@ -6,8 +6,8 @@ A server knows its own shard and no other server. Rows travel as bytes in one bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Annotated, Any, NamedTuple, Self
@@ -315,7 +315,7 @@ class ParameterServer:
             "hello": typed(StateRequest, self._hello),
             "describe": typed(Nothing, self._describe),
             "stats": typed(StoreRequest, self._stats),
-            "count_expired": typed(CountExpired, lambda body: self._store(body).count_expired(body.now)),
+            "count_expired": typed(CountExpired, self._count_expired),
             "evict": typed(Evict, self._evict),
             "step": typed(StateRequest, lambda body: self._about(self._meant(body))),
             "set_step": typed(SetStep, self._set_step),
@@ -457,15 +457,24 @@ class ParameterServer:
         }
 
     def _stats(self, body: StoreRequest) -> dict[str, Any]:
-        return {name: asdict(stats) for name, stats in self._store(body).stats().items()}
+        state = self._meant(body)
+        with self._during(state):
+            return {name: asdict(stats) for name, stats in self._store_of(state, body.store).stats().items()}
+
+    def _count_expired(self, body: CountExpired) -> dict[str, Any]:
+        state = self._meant(body)
+        with self._during(state):
+            return self._store_of(state, body.store).count_expired(body.now)
 
     def _evict(self, body: Evict) -> dict[str, Any]:
-        store, now = self._store(body), body.now
+        state = self._meant(body)
+        store, now = self._store_of(state, body.store), body.now
         if unknown := sorted(now.keys() - store.tables.keys()):
             raise UnknownTableError(
                 f"evict: there is no table {unknown[0]!r}; there are {sorted(store.tables)}"
             )
-        return {name: store.table(name).evict(time) for name, time in now.items()}
+        with self._during(state):
+            return {name: store.table(name).evict(time) for name, time in now.items()}
 
     def _set_step(self, body: SetStep) -> dict[str, Any]:
         state = self._meant(body)
@@ -481,6 +490,10 @@ class ParameterServer:
         self._check_shared()
         if not state.matches(about.incarnation):
             raise _lost_state()
+        with self._during(state):
+            return self._rows_of(state, about, data)
+
+    def _rows_of(self, state: _ServedState, about: RowHeader, data: Bytes) -> tuple[bytes, Any]:
         store = self._store_of(state, about.store)
         if about.ids > self._limits.ids:
             raise RequestError(f"it has {about.ids:,} ids, and limits.ids allows {self._limits.ids:,}")
@@ -583,14 +596,21 @@ class ParameterServer:
             raise _lost_state()
         return state
 
+    @contextmanager
+    def _during(self, state: _ServedState) -> Iterator[None]:
+        """Say of tables that were closed under a request why they were: another run has begun."""
+        try:
+            yield
+        except errors.TableClosedError as error:
+            if state is self._state:
+                raise
+            raise _lost_state() from error
+
     def _packed(self, weights: Mapping[str, Tensor]) -> Bytes:
         return pack_tensors(list(weights.values()))
 
     def _about(self, state: _ServedState) -> dict[str, Any]:
         return {"step": state.dense.step}
-
-    def _store(self, body: StoreRequest) -> LocalStore:
-        return self._store_of(self._meant(body), body.store)
 
     def _store_of(self, state: _ServedState, number: int) -> LocalStore:
         if number >= len(state.stores):
