@@ -102,7 +102,7 @@ def test_other_sockets_of_the_process_are_none_of_its_business(listener: socket.
 
 
 def open_sockets() -> int:
-    """How many sockets this process has. It may open other files at any moment: of threads of earlier tests."""
+    """How many sockets this process has. Threads of earlier tests may open other files at any moment."""
     found = 0
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile, as that of the listing itself

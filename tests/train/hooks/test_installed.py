@@ -313,7 +313,7 @@ def shown_by_tensorboard(folder: Path) -> dict[str, dict[str, list[int]]]:
 def test_tensorboard_shows_what_all_hooks_of_a_run_and_of_its_next_start_have_written(
     tmp_path: Path, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Names of event files sort by second, process and this counter: here both starts may have the same second.
+    # Names of event files sort by second, process and this counter, and both starts may have the same second.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
     folder = tmp_path / "board" if elsewhere else tmp_path / "run" / "summaries"
     for steps in (4, 6):
