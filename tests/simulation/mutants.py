@@ -750,7 +750,7 @@ MUTANTS = {
         "fleet",
         "A push that is sent again is acknowledged while the first one is under way.",
         _repeated_push_not_awaited,
-        6,
+        14,
     ),
     "sender_forgotten": Mutant(
         "fleet",
