@@ -597,7 +597,7 @@ def publishing(seed: int, *, traced: bool = False) -> SimCluster:
     """Run one seed of the world, and return the cluster for its figures."""
     faults = replace(Faults.drawn(seed), longest=5.0)
     faults.disk.error_chance = random.Random(f"disk {seed}").choice([0.0, 0.0, 0.02])
-    cluster = SimCluster(seed, faults, traced=traced, calm=300.0)
+    cluster = SimCluster(seed, faults, traced=traced)
     world = World(seed, cluster)
 
     def play(cluster: SimCluster) -> None:
